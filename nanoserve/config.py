@@ -1,0 +1,167 @@
+"""The one configuration tree: frozen, built once from flags, environment and file, handed out in slices.
+
+Every field below is a flag of launch_server (`max_num_seqs` is `--max-num-seqs`), a YAML key, and an environment
+variable (`NANOSERVE_MAX_NUM_SEQS`). `nanoserve.cli` turns those into this tree; nothing changes it afterwards.
+Each class takes only its own section. Field names are unique over all sections, so files and flags stay flat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(
+    default: Any,
+    help: str,  # noqa: A002 - the word argparse uses
+    *,
+    choices: tuple[str, ...] = (),
+    metavar: str = "",
+    size: bool = False,
+    aliases: tuple[str, ...] = (),
+) -> Any:
+    """A config field. `size` accepts 512MiB, 4g, 32k and the like; `aliases` are other servers' names for it."""
+    metadata = {"help": help, "choices": choices, "metavar": metavar, "size": size, "aliases": aliases}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and in which form."""
+
+    model: str = option(
+        "smollm2-135m",
+        "a directory, a .gguf file, a hub id (org/name), the name of a bundled model, or `sim` (no weights)",
+        aliases=("model-path",),
+    )
+    tokenizer: str = option("", "directory, tokenizer.json or hub id; default: the model's own")
+    revision: str = option("", "branch, tag or commit of a hub id")
+    served_model_name: tuple[str, ...] = option((), "names that clients may use; the first is echoed; default: --model")
+    dtype: str = option(
+        "auto",
+        "compute type; auto is bfloat16 where the device computes it natively, else float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    max_model_len: int = option(
+        0, "longest prompt plus answer in tokens; 0: the model's own, or less if memory asks for it",
+        size=True, aliases=("context-length",),
+    )  # fmt: skip
+    load_format: str = option("auto", "dummy: random weights, for tests", choices=("auto", "dummy"))
+    chat_template: str = option("", "file with a Jinja chat template; default: the model's own")
+    sampling_defaults: str = option(
+        "model", "where unset sampling fields come from: generation_config.json or OpenAI's defaults",
+        choices=("model", "openai"),
+    )  # fmt: skip
+    cache_dir: str = option("", "converted models are kept here; default: $XDG_CACHE_HOME/nanoserve")
+    seed: int = option(0, "seed of the seeds that are drawn for requests without one; 0: from the system")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimConfig:
+    """`--model sim`: everything is real but the forward pass."""
+
+    sim_output: str = option(
+        "echo", "what the sim model says: the prompt's ids again, or ids drawn from the seed",
+        choices=("echo", "random"),
+    )  # fmt: skip
+    sim_step_ms: float = option(0.0, "time of one step of the sim model")
+    sim_token_us: float = option(0.0, "additional time per token in a step of the sim model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The engine process: device and threads."""
+
+    device: str = option("auto", "auto takes a GPU where there is one", choices=("auto", "cpu", "cuda"))
+    engine_threads: int = option(0, "compute threads of the CPU engine; 0: one per core")
+    attention_backend: str = option("auto", "auto, or torch for the plain reference path", choices=("auto", "torch"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Who runs, and how much of it, in a step."""
+
+    max_num_seqs: int = option(64, "most requests in one step", aliases=("max-running-requests",))
+    max_num_batched_tokens: int = option(
+        512, "most tokens in one step, prompts and answers together", size=True, aliases=("max-prefill-tokens",)
+    )
+    max_num_queued: int = option(
+        1024, "most requests that wait; more are refused with 503", aliases=("max-queued-requests",)
+    )
+    scheduling_policy: str = option(
+        "fcfs", "order of waiting requests; priority: lower first", choices=("fcfs", "priority"),
+        aliases=("schedule-policy",),
+    )  # fmt: skip
+    prefix_cache: bool = option(True, "reuse the KV blocks of equal prompt beginnings")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """KV memory."""
+
+    block_size: int = option(16, "tokens in one KV block", aliases=("page-size",))
+    kv_cache_memory: int = option(
+        0, "bytes of KV cache (512MiB, 4GiB); 0: a quarter of the free memory, at most what the limits can use",
+        size=True,
+    )  # fmt: skip
+    num_kv_blocks: int = option(0, "exact number of KV blocks, for tests; 0: from --kv-cache-memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetokConfig:
+    """The detokenizer process."""
+
+    detok_max_states: int = option(
+        65536, "most live streams kept in memory; the least recently used is rebuilt on need"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiConfig:
+    """The HTTP processes."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 picks a free one")
+    api_workers: int = option(1, "api processes on the one port")
+    max_body_bytes: int = option(32 << 20, "largest request body", size=True)
+    http_keep_alive: float = option(75.0, "seconds an idle connection is kept")
+    sse_keep_alive: float = option(15.0, "seconds of silence before a stream sends a comment; 0: never")
+    max_stop_strings: int = option(16, "most stop strings in one request")
+    max_logprobs: int = option(20, "most top logprobs per token")
+    drain_timeout: float = option(30.0, "seconds that live streams get after SIGTERM", aliases=("shutdown-timeout",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObsConfig:
+    """Logs and watchdogs."""
+
+    log_dir: str = option("", "one log and one watchdog log per process here; default: logs go to the terminal only")
+    log_level: str = option(
+        "info", "least important line that is written", choices=("debug", "info", "warning", "error")
+    )
+    stats_interval: float = option(10.0, "seconds between the status lines of a busy process; 0: none")
+    watchdog_soft: float = option(30.0, "seconds without progress before all stacks go to the watchdog log; 0: off")
+    watchdog_hard: float = option(300.0, "seconds without progress before that process is ended; 0: never")
+    startup_timeout: float = option(600.0, "seconds for all processes to become ready")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The whole tree. `nanoserve.cli.load_config` builds it; `msgspec.json` carries it to the children."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    sim: SimConfig = field(default_factory=SimConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    detok: DetokConfig = field(default_factory=DetokConfig)
+    api: ApiConfig = field(default_factory=ApiConfig)
+    obs: ObsConfig = field(default_factory=ObsConfig)
+
+    @property
+    def is_sim(self) -> bool:
+        return self.model.model == "sim"
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        return self.model.served_model_name or (self.model.model,)

@@ -1,0 +1,110 @@
+"""ZMQ PUSH/PULL channels that carry `messages`, one encoder or decoder each, reused for life.
+
+The receiver binds, senders connect; a sender may connect before the receiver exists and its messages wait.
+No high-water mark: nothing is dropped and nothing blocks inside ZMQ; memory is bounded by admission instead.
+A frame that does not decode is dropped and counted (`Inbox.dropped`): one broken peer must not end a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+T = TypeVar("T")
+
+
+def _no_limits(socket: zmq.Socket[Any]) -> None:
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+
+
+class Outbox:
+    """The sending end. `send` never blocks: with no high-water mark ZMQ queues in memory."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, *, linger_ms: int = 1000) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        _no_limits(self._socket)
+        self._socket.setsockopt(zmq.LINGER, linger_ms)
+        self._socket.connect(endpoint)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: msgspec.Struct) -> int:
+        """Queues one message; returns its size in bytes."""
+        frame = self._encoder.encode(message)
+        self._socket.send(frame, flags=zmq.NOBLOCK, copy=True)
+        return len(frame)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Inbox(Generic[T]):
+    """The receiving end for a blocking loop. `types` is the union of messages this process understands."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, types: Any, *, wake_fd: int | None = None) -> None:
+        self._socket = context.socket(zmq.PULL)
+        _no_limits(self._socket)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(endpoint)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(types)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if wake_fd is not None:
+            self._poller.register(wake_fd, zmq.POLLIN)
+        self.dropped = 0
+
+    def wait(self, timeout_ms: int) -> bool:
+        """Sleeps until something waits, `wake_fd` is readable, or the time is up. True when something waits."""
+        return any(source is self._socket for source, _ in self._poller.poll(timeout_ms))
+
+    def drain(self, limit: int = 0) -> list[T]:
+        """Takes all that waits (at most `limit` when positive) without sleeping."""
+        messages: list[T] = []
+        while not limit or len(messages) < limit:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK, copy=True)
+            except zmq.Again:
+                break
+            try:
+                messages.append(self._decoder.decode(frame))
+            except msgspec.MsgspecError:
+                self.dropped += 1
+        return messages
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class AsyncInbox(Generic[T]):
+    """The receiving end for an asyncio loop."""
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str, types: Any) -> None:
+        self._socket = context.socket(zmq.PULL)
+        _no_limits(self._socket)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(endpoint)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(types)
+        self.dropped = 0
+
+    async def receive(self) -> Sequence[T]:
+        """Sleeps until something waits, then takes all of it."""
+        frames = [await self._socket.recv()]
+        while True:
+            try:
+                frames.append(await self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+        messages: list[T] = []
+        for frame in frames:
+            try:
+                messages.append(self._decoder.decode(frame))
+            except msgspec.MsgspecError:
+                self.dropped += 1
+        return messages
+
+    def close(self) -> None:
+        self._socket.close()

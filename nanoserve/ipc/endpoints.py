@@ -1,0 +1,59 @@
+"""Where the processes of one run meet: Unix sockets in a private directory with a random name.
+
+Owner: the supervisor makes the directory (mode 0700) and removes it; children only read names from it. Names are
+per run, so a restarted server never meets the peers of an earlier one. Nothing a user supplies is in a path.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanoserve.errors import StartupError
+
+_MAX_SOCKET_PATH = 107  # sun_path of Linux less its terminator
+_LONGEST_NAME = "/supervisor.sock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """ZMQ addresses of one run, derived from the run directory alone."""
+
+    run_dir: Path
+
+    def engine(self, index: int = 0) -> str:
+        return f"ipc://{self.run_dir}/engine-{index}.sock"
+
+    def detok(self, index: int = 0) -> str:
+        return f"ipc://{self.run_dir}/detok-{index}.sock"
+
+    def api(self, index: int = 0) -> str:
+        return f"ipc://{self.run_dir}/api-{index}.sock"
+
+    def supervisor(self) -> str:
+        return f"ipc://{self.run_dir}/supervisor.sock"
+
+    @property
+    def config_file(self) -> Path:
+        return self.run_dir / "config.json"
+
+
+def create_run_dir(parent: Path | None = None) -> Endpoints:
+    """Makes the private directory; StartupError when no directory with a short enough path can be made."""
+    candidates = [parent, Path(os.environ["XDG_RUNTIME_DIR"]) if "XDG_RUNTIME_DIR" in os.environ else None]
+    candidates += [Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm")]
+    for base in candidates:
+        if base is None or not os.access(base, os.W_OK):
+            continue
+        made = Path(tempfile.mkdtemp(prefix="nanoserve-", dir=base))
+        if len(os.fsencode(str(made))) + len(_LONGEST_NAME) <= _MAX_SOCKET_PATH:
+            return Endpoints(run_dir=made)
+        made.rmdir()
+    raise StartupError("no writable directory with a path short enough for Unix sockets")
+
+
+def remove_run_dir(endpoints: Endpoints) -> None:
+    shutil.rmtree(endpoints.run_dir, ignore_errors=True)

@@ -1,0 +1,47 @@
+"""The seam between the model runner and the arithmetic: one ragged forward over paged KV memory.
+
+A backend owns the weights in the layout it likes and the KV blocks. The plain torch backend is the oracle and runs
+on any device; faster ones replace it whole, never in part, and must agree with it in tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """R rows with T tokens in all; prefill chunks and decodes lie side by side.
+
+    Row r owns tokens row_starts[r] .. row_starts[r+1]-1 of the flat arrays; they are the newest of its
+    context_lens[r] tokens, and their keys and values are written to the row's blocks before attention reads them.
+    """
+
+    token_ids: Int32  # [T]
+    positions: Int32  # [T]
+    row_starts: Int32  # [R+1]
+    context_lens: Int32  # [R] tokens in the KV cache after this step
+    block_tables: Int32  # [R, max_blocks]; entries past a row's context are ignored
+    logit_tokens: Int32  # [S] flat token indices whose logits are asked for, ascending
+
+
+class ForwardBackend(Protocol):
+    batch_invariant: bool  # a row's logits are bit-equal alone and in any batch
+    name: str
+
+    def kv_bytes_per_block(self) -> int: ...
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        """Makes the KV memory; called once, before the first forward."""
+        ...
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Runs one step. Returns float32 logits [S, vocab_size] on the backend's device."""
+        ...
