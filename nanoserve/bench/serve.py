@@ -1,0 +1,76 @@
+"""`python -m nanoserve.bench.serve`: the workloads W1-W6 against one or several running servers.
+
+With several `--server NAME=URL` the rounds are interleaved (A B A B ...), because the machine's memory bandwidth
+drifts by more than most differences: compare figures of one invocation only. Prints one table row per server and
+workload with median (min..max) over the rounds, and writes every round as JSON lines when asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from nanoserve.bench.client import WORKLOADS, run_workload
+from nanoserve.bench.stats import spread
+
+_COLUMNS = ("out_tok_s", "total_tok_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "tpot_p50_ms")
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m nanoserve.bench.serve", description=__doc__)
+    parser.add_argument(
+        "--server", action="append", metavar="NAME=URL", help="base URL of a running server; may be repeated"
+    )
+    parser.add_argument("--model", default="", help="model name to send; default: the server's first")
+    parser.add_argument("--workload", action="append", choices=sorted(WORKLOADS), help="may be repeated; default: all")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each workload")
+    parser.add_argument("--warmup", type=int, default=1, help="rounds of each workload that are thrown away")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first round; each round adds one")
+    parser.add_argument("--extra", type=json.loads, default={}, help="JSON object merged into each request body")
+    parser.add_argument("--out", type=Path, help="file for one JSON line per round")
+    return parser.parse_args(argv)
+
+
+async def _first_model(base_url: str) -> str:
+    import aiohttp
+
+    async with aiohttp.ClientSession() as session, session.get(f"{base_url}/v1/models") as response:
+        return str((await response.json())["data"][0]["id"])
+
+
+async def _main(args: argparse.Namespace) -> int:
+    servers = dict(item.split("=", 1) for item in args.server or ["nanoserve=http://127.0.0.1:8000"])
+    models = {name: args.model or await _first_model(url) for name, url in servers.items()}
+    failures = 0
+    print(f"| server | workload | runs | {' | '.join(_COLUMNS)} |\n|{'---|' * (3 + len(_COLUMNS))}")
+    for workload in args.workload or sorted(WORKLOADS):
+        results: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for round_index in range(-args.warmup, args.rounds):
+            for name, url in servers.items():
+                seed = args.seed + args.warmup + round_index
+                result = await run_workload(f"{url}/v1/completions", models[name], workload, seed, args.extra)
+                failures += len(result["errors"])
+                for error in result["errors"]:
+                    print(f"{name} {workload}: {error}", file=sys.stderr)
+                if round_index >= 0:
+                    results[name].append(result)
+                    if args.out:
+                        with args.out.open("a") as out:
+                            out.write(json.dumps({"server": name} | result) + "\n")
+        for name, rounds in results.items():
+            cells = " | ".join(spread([r[column] for r in rounds]) for column in _COLUMNS)
+            print(f"| {name} | {workload} | {len(rounds)} | {cells} |", flush=True)
+    return 1 if failures else 0
+
+
+def main() -> None:
+    sys.exit(asyncio.run(_main(_arguments(sys.argv[1:]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Ids, packed columns, endpoints and channels: the parts of the wire under the messages."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanoserve.ipc.channels import Inbox, Outbox
+from nanoserve.ipc.columns import pack_ids, unpack_ids
+from nanoserve.ipc.endpoints import create_run_dir, remove_run_dir
+from nanoserve.ipc.ids import RequestIdAllocator, api_incarnation, api_index
+from nanoserve.ipc.messages import AbortCause, AbortRequest, EngineInbox, Release, TokenBatch
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
+def test_packed_ids_come_back(ids: list[int]) -> None:
+    packed = pack_ids(ids)
+    assert len(packed) == 4 * len(ids)
+    assert unpack_ids(packed) == ids
+
+
+def test_packed_ids_are_little_endian_int32() -> None:
+    assert pack_ids([1, -2]) == b"\x01\x00\x00\x00\xfe\xff\xff\xff"
+
+
+def test_an_id_over_32_bits_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        pack_ids([2**31])
+    with pytest.raises(ValueError):
+        unpack_ids(b"abc")
+
+
+@given(st.integers(0, 255), st.integers(0, 2**20))
+def test_request_ids_name_their_api_and_its_life(index: int, incarnation: int) -> None:
+    allocator = RequestIdAllocator(index, incarnation)
+    first, second = allocator.next(), allocator.next()
+    assert first != second
+    assert 0 < first < 2**63
+    assert api_index(first) == index
+    assert api_incarnation(first) == incarnation % 2**15
+
+
+def test_ids_of_two_lives_never_meet() -> None:
+    old, new = RequestIdAllocator(0, 1), RequestIdAllocator(0, 2)
+    assert not {old.next() for _ in range(100)} & {new.next() for _ in range(100)}
+
+
+def test_the_run_directory_is_private_and_its_names_fit_a_socket(tmp_path: Path) -> None:
+    endpoints = create_run_dir()
+    try:
+        assert stat.S_IMODE(endpoints.run_dir.stat().st_mode) == 0o700
+        assert len(endpoints.supervisor().removeprefix("ipc://")) <= 107
+    finally:
+        remove_run_dir(endpoints)
+    assert not endpoints.run_dir.exists()
+
+
+def test_a_long_parent_is_passed_over(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    endpoints = create_run_dir(deep)
+    try:
+        assert len(os.fsencode(endpoints.supervisor())) < 120
+    finally:
+        remove_run_dir(endpoints)
+
+
+def test_messages_sent_before_the_receiver_exists_arrive_in_order(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/x.sock"
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    outbox = Outbox(context, endpoint)
+    outbox.send(AbortRequest(request_ids=[1, 2], cause=AbortCause.CLIENT_GONE))
+    outbox.send(Release(request_ids=[3]))
+    inbox: Inbox[EngineInbox] = Inbox(context, endpoint, EngineInbox)
+    received: list[EngineInbox] = []
+    while len(received) < 2:
+        assert inbox.wait(5000)
+        received += inbox.drain()
+    assert received == [AbortRequest(request_ids=[1, 2], cause=AbortCause.CLIENT_GONE), Release(request_ids=[3])]
+    outbox.close()
+    inbox.close()
+    context.term()
+
+
+def test_a_broken_frame_is_dropped_counted_and_harms_nobody(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/x.sock"
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox: Inbox[EngineInbox] = Inbox(context, endpoint, EngineInbox)
+    raw = context.socket(zmq.PUSH)
+    raw.connect(endpoint)
+    raw.send(b"\xc1 not msgpack")
+    outbox = Outbox(context, endpoint)
+    outbox.send(TokenBatch(engine_index=0, incarnation=1, step=1))  # a message of another edge
+    outbox.send(Release(request_ids=[7]))
+    received: list[EngineInbox] = []
+    while len(received) + inbox.dropped < 3:
+        assert inbox.wait(5000)
+        received += inbox.drain()
+    assert received == [Release(request_ids=[7])]
+    assert inbox.dropped == 2
+    raw.close()
+    outbox.close()
+    inbox.close()
+    context.term()
+
+
+def test_a_wake_fd_ends_the_wait_without_a_message(tmp_path: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    read_end, write_end = os.pipe()
+    inbox: Inbox[EngineInbox] = Inbox(context, f"ipc://{tmp_path}/x.sock", EngineInbox, wake_fd=read_end)
+    os.write(write_end, b"x")
+    assert inbox.wait(60_000) is False  # the test's own time limit would catch a sleep
+    inbox.close()
+    context.term()
+    os.close(read_end)
+    os.close(write_end)
