@@ -1,0 +1,364 @@
+"""Who computes how many tokens in the next step. Pure; owned by the engine process, driven by `engine.core`.
+
+    add ──► waiting ──schedule──► running ──update──► finished          (one terminal record, on every path)
+               ▲                     │
+               └──── preempted ◄─────┘      gives its blocks back, later computes prompt + output again
+
+There are no modes: a request has `num_tokens` tokens, KV for `num_computed_tokens` of them, and a step computes some
+of the difference. A long prompt in chunks, a prefix cache hit, a decode, a resumed or preempted request are all that.
+
+`schedule` and `update` alternate; `add` and `abort` may come between them. Blocks of a request that ends while its row
+is in a step are given back in `update`: only then has the step that may still write them ended.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from nanoserve.ipc.messages import AbortCause, Failure, Finished, FinishReason
+from nanoserve.sched.admission import SchedulerLimits, check_admissible
+from nanoserve.sched.block_tables import BlockTables
+from nanoserve.sched.plan import NewRequest, PlanRow, StepPlan, StepResult
+from nanoserve.sched.policy import POLICIES, victim
+from nanoserve.sched.request import PromptScoreRow, Request, RequestStatus, StepOutput, TokenRow
+from nanoserve.sched.stop import Stop, find_stop, suppressed_ids
+
+# A waiting request that does not fit lets smaller ones pass, this often; then it holds the queue until it fits.
+MAX_BYPASSES = 64
+# Most requests that do not fit which one step looks at, so that a full pool costs a step little.
+MAX_MISFITS_PER_STEP = 8
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the scheduler was made."""
+
+    prompt_tokens: int = 0  # of requests that began to run
+    generation_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+
+
+class Scheduler:
+    """Owns all live requests and the KV blocks."""
+
+    def __init__(self, limits: SchedulerLimits, eos_token_ids: Collection[int] = ()) -> None:
+        self.limits = limits
+        self.counters = SchedulerCounters()
+        self.tables = BlockTables(limits.num_blocks, limits.block_size, caching=limits.prefix_cache)
+        self._policy = POLICIES[limits.policy]
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._requests: dict[int, Request] = {}  # waiting and running
+        self._waiting: list[Request] = []  # in the policy's order
+        self._running: dict[int, Request] = {}  # in the order in which they began to run
+        self._ended_in_flight: dict[int, Request] = {}  # finished, but the step in flight may write their blocks
+        self._dropped: list[int] = []  # the executor is to forget them with the next plan
+        self._in_flight: StepPlan | None = None
+        self._num_steps = 0
+        self._num_added = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step is of use; also to tell the executor which requests to forget."""
+        return bool(self._requests or self._dropped)
+
+    def queue_position(self, request_id: int) -> int:
+        """How many waiting requests come before this one; 0 also for one that runs."""
+        request = self._requests[request_id]
+        return self._waiting.index(request) if request.status is RequestStatus.WAITING else 0
+
+    # ---- requests come and go ----------------------------------------------------------------------------
+
+    def add(self, request: Request, now_ns: int) -> Finished | None:
+        """Admits a request; RequestError when it is refused.
+
+        A resumed request whose last output token already was its end gets its terminal record at once.
+        """
+        assert request.request_id not in self._requests, f"request {request.request_id} is here already"
+        check_admissible(request, self.limits, len(self._requests))
+        self._num_added += 1
+        request.sequence = self._num_added
+        room = self.limits.context_len - request.num_prompt_tokens
+        request.max_output_tokens = min(request.sampling.max_tokens, room)
+        self._requests[request.request_id] = request
+        insort(self._waiting, request, key=self._policy)
+        num_output = request.num_output_tokens
+        if num_output:
+            # Its prompt's scores went out with the first of these tokens.
+            request.prompt_scores_done = True
+            stop = self._find_stop(request, request.token_ids[-1:], num_output - 1)
+            return self._end(request, stop.reason, now_ns, stop=stop) if stop else None
+        return None
+
+    def abort(
+        self, request_ids: Sequence[int], cause: AbortCause, now_ns: int, num_kept: Sequence[int] = ()
+    ) -> list[Finished]:
+        """Ends those of the requests that live; others are passed over.
+
+        A stop string ends a request as STOP, with the `num_kept` output tokens that the detokenizer counted.
+        """
+        finished = []
+        for index, request_id in enumerate(request_ids):
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            if cause is AbortCause.STOP_STRING and index < len(num_kept):
+                finished.append(self._end(request, FinishReason.STOP, now_ns, num_output_tokens=num_kept[index]))
+            else:
+                finished.append(self._end(request, FinishReason.ABORT, now_ns))
+        return finished
+
+    def live_ids(self) -> list[int]:
+        return list(self._requests)
+
+    # ---- one step ----------------------------------------------------------------------------------------
+
+    def schedule(self, now_ns: int) -> StepPlan:
+        """Plans the next step: running requests first, then waiting ones while tokens, seats and blocks last."""
+        assert self._in_flight is None, "the last step was not updated"
+        self._num_steps += 1
+        plan = StepPlan(self._num_steps, [], [], [])
+        preemptions = self.counters.preemptions
+        budget = self._schedule_running(plan)
+        if self.counters.preemptions == preemptions:
+            self._schedule_waiting(plan, budget, now_ns)
+        plan.dropped, self._dropped = self._dropped, []
+        self._in_flight = plan
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult, now_ns: int) -> StepOutput:
+        """Takes the executed plan's result into the requests and says what is new."""
+        output = StepOutput()
+        errors = {error.request_id: error.message for error in result.errors}
+        offset = 0
+        for (row, request), count in zip(self._land(plan), result.num_tokens, strict=True):
+            new_ids = result.token_ids[offset : offset + count]
+            offset += count
+            if request.status is RequestStatus.FINISHED:
+                continue
+            if row.request_id in errors:
+                failure = Failure(500, errors[row.request_id], error_type="server_error", code="row_failed")
+                output.finished.append(self._end(request, FinishReason.ERROR, now_ns, failure=failure))
+                continue
+            assert bool(new_ids) == row.samples, f"request {row.request_id}: {count} tokens, samples={row.samples}"
+            self._advance(request, row, new_ids, result, output, now_ns)
+        return output
+
+    def fail_step(self, plan: StepPlan, failure: Failure, now_ns: int) -> StepOutput:
+        """The executor could not run this plan: ends all of its requests."""
+        rows = [request for _, request in self._land(plan) if request.status is not RequestStatus.FINISHED]
+        return StepOutput(
+            finished=[self._end(request, FinishReason.ERROR, now_ns, failure=failure) for request in rows]
+        )
+
+    def _schedule_running(self, plan: StepPlan) -> int:
+        """Rows for the running requests; returns the tokens that are left.
+
+        They began in this order only when tokens were left over, so at most the last of them is in the middle of
+        its prompt, and a long prompt never takes the token of a stream that is under way.
+        """
+        budget = self.limits.max_num_batched_tokens
+        for request in list(self._running.values()):
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted for one before it
+            if budget == 0:
+                break
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            while (new_block_ids := self.tables.grow(request, num_tokens)) is None:
+                budget += self._preempt(victim(self._running.values(), self._policy), plan)
+                if request.status is not RequestStatus.RUNNING:
+                    break  # it was the last in line itself
+            else:
+                plan.rows.append(self._row(request, num_tokens, new_block_ids))
+                budget -= num_tokens
+        return budget
+
+    def _schedule_waiting(self, plan: StepPlan, budget: int, now_ns: int) -> None:
+        index = misfits = 0
+        while budget > 0 and index < len(self._waiting) and len(self._running) < self.limits.max_num_running:
+            request = self._waiting[index]
+            # One free block per running request stays: without it the newcomer would soon be preempted for their
+            # growth, and its prompt computed in vain.
+            if not self.tables.open(request, num_spare=len(self._running)):
+                misfits += 1
+                if request.num_bypasses >= MAX_BYPASSES or misfits == MAX_MISFITS_PER_STEP:
+                    break
+                index += 1
+                continue
+            for passed in self._waiting[:index]:
+                passed.num_bypasses += 1
+            del self._waiting[index]
+            plan.new_requests.append(self._start(request, now_ns))
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            plan.rows.append(self._row(request, num_tokens, list(request.block_ids)))
+            budget -= num_tokens
+
+    def _start(self, request: Request, now_ns: int) -> NewRequest:
+        request.status = RequestStatus.RUNNING
+        request.in_executor = True
+        self._running[request.request_id] = request
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
+            request.scheduled_ns = now_ns
+            self.counters.prompt_tokens += request.num_prompt_tokens
+            self.counters.prefix_query_tokens += request.num_tokens
+            self.counters.prefix_hit_tokens += request.num_computed_tokens
+        sampling = request.sampling
+        if sampling.prompt_logprobs is not None and request.prompt_scores_done:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return NewRequest(
+            request.request_id,
+            list(request.token_ids),
+            request.num_prompt_tokens,
+            sampling,
+            suppressed_ids(sampling, self._eos_token_ids),
+        )
+
+    def _row(self, request: Request, num_tokens: int, new_block_ids: list[int]) -> PlanRow:
+        request.in_flight = True
+        start = request.num_computed_tokens
+        samples = start + num_tokens == request.num_tokens and request.max_output_tokens > 0
+        return PlanRow(request.request_id, start, num_tokens, new_block_ids, samples)
+
+    def _preempt(self, request: Request, plan: StepPlan) -> int:
+        """Sends a running request back to wait. Returns the tokens that its row, if planned, gives back."""
+        del self._running[request.request_id]
+        self.tables.close(request)
+        request.num_preemptions += 1
+        request.status = RequestStatus.WAITING
+        request.in_flight = False
+        if not request.prompt_scores_done:
+            request.prompt_scores.clear()
+        self._forget_in_executor(request)
+        insort(self._waiting, request, key=self._policy)
+        self.counters.preemptions += 1
+        given_back = sum(row.num_tokens for row in plan.rows if row.request_id == request.request_id)
+        plan.rows = [row for row in plan.rows if row.request_id != request.request_id]
+        return given_back
+
+    def _land(self, plan: StepPlan) -> list[tuple[PlanRow, Request]]:
+        """The step has ended: its rows with their requests; blocks of those that ended meanwhile are free now."""
+        assert plan is self._in_flight, "this plan is not in flight"
+        self._in_flight = None
+        landed = []
+        for row in plan.rows:
+            request = self._running.get(row.request_id) or self._ended_in_flight.pop(row.request_id)
+            request.in_flight = False
+            if request.status is RequestStatus.FINISHED:
+                self.tables.close(request)
+            landed.append((row, request))
+        return landed
+
+    def _advance(
+        self, request: Request, row: PlanRow, new_ids: list[int], result: StepResult, output: StepOutput, now_ns: int
+    ) -> None:
+        request.num_computed_tokens = row.start + row.num_tokens
+        if request.wants_prompt_scores:
+            self._collect_prompt_scores(request, row, result, output)
+        self.tables.register_full_blocks(request)
+        stop = None
+        if new_ids:
+            first_index = request.num_output_tokens
+            stop = self._find_stop(request, new_ids, first_index)
+            if stop is not None:
+                new_ids = new_ids[: stop.num_kept]
+            request.token_ids += new_ids
+            request.first_token_ns = request.first_token_ns or now_ns
+            self.counters.generation_tokens += len(new_ids)
+            scores = None
+            if request.sampling.logprobs is not None:
+                scores = result.scores[row.request_id][: len(new_ids)]
+            output.rows.append(TokenRow(row.request_id, first_index, new_ids, scores))
+        elif request.num_computed_tokens == request.num_tokens:
+            stop = Stop(0, FinishReason.LENGTH)  # max_tokens=0: the prompt was all
+        if stop is not None:
+            output.finished.append(self._end(request, stop.reason, now_ns, stop=stop))
+
+    def _collect_prompt_scores(self, request: Request, row: PlanRow, result: StepResult, output: StepOutput) -> None:
+        num_scores = request.num_prompt_tokens - 1
+        request.prompt_scores += result.prompt_scores.get(row.request_id, [])
+        if request.num_computed_tokens >= num_scores:
+            assert len(request.prompt_scores) == num_scores, f"{len(request.prompt_scores)} scores of {num_scores}"
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            output.prompt_scores.append(PromptScoreRow(request.request_id, prompt, request.prompt_scores))
+            request.prompt_scores, request.prompt_scores_done = [], True
+
+    def _find_stop(self, request: Request, new_ids: list[int], num_output_tokens: int) -> Stop | None:
+        return find_stop(new_ids, num_output_tokens, request.max_output_tokens, request.sampling, self._eos_token_ids)
+
+    def _end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        now_ns: int,
+        *,
+        stop: Stop | None = None,
+        failure: Failure | None = None,
+        num_output_tokens: int | None = None,
+    ) -> Finished:
+        """The only way out of the scheduler: takes the request out of every map and makes its terminal record."""
+        del self._requests[request.request_id]
+        if request.status is RequestStatus.WAITING:
+            self._waiting.remove(request)
+        else:
+            del self._running[request.request_id]
+        request.status = RequestStatus.FINISHED
+        self._forget_in_executor(request)
+        if request.in_flight:
+            self._ended_in_flight[request.request_id] = request
+        else:
+            self.tables.close(request, discard=failure is not None)
+        return Finished(
+            request.request_id,
+            reason,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=request.num_output_tokens if num_output_tokens is None else num_output_tokens,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            stop_token_id=stop.stop_token_id if stop else None,
+            is_eos=stop.is_eos if stop else False,
+            failure=failure,
+            arrival_ns=request.arrival_ns,
+            scheduled_ns=request.scheduled_ns,
+            first_token_ns=request.first_token_ns,
+            finished_ns=now_ns,
+            num_preemptions=request.num_preemptions,
+        )
+
+    def _forget_in_executor(self, request: Request) -> None:
+        if request.in_executor:
+            request.in_executor = False
+            self._dropped.append(request.request_id)
+
+    # ---- invariants --------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """AssertionError when books and blocks disagree. Costs O(blocks): for tests and for an idle engine."""
+        holders = [*self._running.values(), *self._ended_in_flight.values()]
+        self.tables.pool.check_invariants([request.block_ids for request in holders])
+        assert self._requests.keys() == self._running.keys() | {request.request_id for request in self._waiting}
+        assert len(self._requests) == len(self._running) + len(self._waiting), "a request is in two places"
+        assert self._waiting == sorted(self._waiting, key=self._policy), "the queue is out of order"
+        assert all(not request.block_ids for request in self._waiting), "a waiting request holds blocks"
+        assert self._in_flight is not None or not self._ended_in_flight, "blocks wait for a step that is over"
+        for request in self._running.values():
+            room = len(request.block_ids) * self.limits.block_size
+            assert request.num_computed_tokens <= min(request.num_tokens, room), f"request {request.request_id}"
+        if not self._requests and not self._ended_in_flight:
+            assert self.tables.pool.num_used == 0, f"{self.tables.pool.num_used} blocks are held by nobody"
