@@ -1,0 +1,109 @@
+"""The plain torch backend: the oracle that faster backends are tested against, and the fallback on any device.
+
+Batch invariance on a CPU: the matrix product of a row must not depend on how many rows there are. With few rows
+(fewer than 4 per thread, measured with MKL and oneDNN) torch takes kernels that add in another order, so batches
+are padded to a least number of rows, which is found at start by trying: `_least_stable_rows`. Everything else in
+the path works row by row in a fixed order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from nanoserve.runner.attention.interface import PagedAttention
+from nanoserve.runner.attention.paged import TorchPagedAttention
+from nanoserve.runner.backend import ForwardBatch
+from nanoserve.runner.decoder import Decoder, Weights
+from nanoserve.runner.kv_cache import PagedKVCache, bytes_per_block
+from nanoserve.runner.models.spec import ModelSpec
+
+_ROW_CANDIDATES = (8, 16, 32, 64)
+_PROBED_ROWS = 300
+
+
+class TorchBackend:
+    """`ForwardBackend` in plain torch. Empties `weights` while it takes them over."""
+
+    name = "torch"
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, *, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._spec = spec
+        self._block_size = block_size
+        self._dtype = dtype
+        self._device = device
+        self._decoder = Decoder(spec, weights, dtype, device)
+        stable = _least_stable_rows(self._decoder.matrices()) if device.type == "cpu" else 0
+        self.batch_invariant = stable > 0
+        self._min_rows = max(1, stable)
+        self._cache: PagedKVCache | None = None
+        self._attention: PagedAttention | None = None
+
+    def kv_bytes_per_block(self) -> int:
+        return bytes_per_block(self._spec, self._block_size, self._dtype)
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        self._cache = PagedKVCache(self._spec, num_blocks, self._block_size, self._dtype, self._device)
+        self._attention = TorchPagedAttention(
+            self._spec, self._block_size, self._cache.zero_slot, self._min_rows, self._device
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        assert self._cache is not None and self._attention is not None, "allocate_kv comes first"
+        cache, attention = self._cache, self._attention
+        num_tokens = len(batch.token_ids)
+        plan = attention.plan(batch)
+        slots = torch.from_numpy(_slots(batch, self._block_size)).to(self._device)
+
+        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            cache.write(layer, slots, key[:num_tokens], value[:num_tokens])
+            mixed = attention.attend(plan, layer, query[:num_tokens], cache.keys[layer], cache.values[layer])
+            return self._pad(mixed)
+
+        token_ids = self._pad(torch.from_numpy(batch.token_ids.astype(np.int64)).to(self._device))
+        positions = self._pad(torch.from_numpy(batch.positions.astype(np.int64)).to(self._device))
+        hidden = self._decoder.hidden(token_ids, positions, attend)
+        wanted = torch.from_numpy(batch.logit_tokens.astype(np.int64)).to(self._device)
+        return self._decoder.logits(self._pad(hidden[wanted]))[: len(wanted)]
+
+    def _pad(self, x: torch.Tensor) -> torch.Tensor:
+        """Appends zero rows up to the least number of rows."""
+        missing = self._min_rows - x.shape[0]
+        return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing > 0 else x
+
+
+def _slots(batch: ForwardBatch, block_size: int) -> np.ndarray:
+    """KV slot of every token of the batch, int64 [T]."""
+    counts = np.diff(batch.row_starts)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    blocks = batch.block_tables[rows, batch.positions // block_size].astype(np.int64)
+    return blocks * block_size + batch.positions % block_size
+
+
+@torch.inference_mode()
+def _least_stable_rows(matrices: list[torch.Tensor]) -> int:
+    """The least number of rows from which a product's rows do not depend on their number; 0 when there is none."""
+    generator = torch.Generator().manual_seed(0)
+    stable = 0
+    for candidate in _ROW_CANDIDATES:
+        if all(_is_stable_from(candidate, matrix, generator) for matrix in matrices):
+            stable = candidate
+            break
+    return stable
+
+
+def _is_stable_from(rows: int, matrix: torch.Tensor, generator: torch.Generator) -> bool:
+    x = torch.randn(_PROBED_ROWS, matrix.shape[1], generator=generator).to(matrix.dtype)
+    # A slice of a large output layer is enough, and keeps the start quick.
+    matrix = matrix[:4096]
+    reference = F.linear(x, matrix)
+    counts = {rows, rows + 1, rows + 3, 2 * rows - 1, 2 * rows, 4 * rows + 1, 127}
+    return all(
+        torch.equal(F.linear(x[:count], matrix), reference[:count])
+        and torch.equal(F.linear(x[-count:], matrix), reference[-count:])
+        for count in counts
+    )
