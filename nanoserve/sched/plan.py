@@ -61,7 +61,7 @@ class RowError(msgspec.Struct, array_like=True):
     message: str
 
 
-class StepTimes(msgspec.Struct, array_like=True):
+class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
