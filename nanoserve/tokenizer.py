@@ -140,6 +140,10 @@ class TekkenTokenizer:
     def token_to_id(self, token: str) -> int | None:
         return self._ids.get(token)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token's own bytes, which its name does not tell; for ids inside the vocabulary."""
+        return bytes(self._backend.id_to_byte_piece(token_id, self._policy.KEEP))
+
 
 class SentencePieceTokenizer:
     """A tokenizer.model through sentencepiece. `add_special_tokens` puts the begin-of-text token first."""
