@@ -5,6 +5,8 @@ Used by `decoder`. Norms and rotations are computed in float32 whatever the comp
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -52,9 +54,21 @@ class GatedMLP:
         self._activation = activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(x, self._gate_up).chunk(2, dim=-1)
-        gate = F.gelu(gate, approximate="tanh") if self._activation == "gelu_tanh" else F.silu(gate)
-        return F.linear(gate * up, self._down)
+        gate, up = F.linear(x, self._gate_up).float().chunk(2, dim=-1)
+        gate = _gelu_tanh(gate) if self._activation == "gelu_tanh" else _silu(gate)
+        return F.linear((gate * up).to(x.dtype), self._down)
 
     def matrices(self) -> list[torch.Tensor]:
         return [self._gate_up, self._down]
+
+
+# F.silu and F.gelu take a scalar path, with other last bits, for the elements that do not fill a vector; which
+# elements these are depends on the batch. exp and tanh do not (tested), so the activations are spelled out.
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))

@@ -1,9 +1,9 @@
 """The plain torch backend: the oracle that faster backends are tested against, and the fallback on any device.
 
-Batch invariance on a CPU: the matrix product of a row must not depend on how many rows there are. With few rows
-(fewer than 4 per thread, measured with MKL and oneDNN) torch takes kernels that add in another order, so batches
-are padded to a least number of rows, which is found at start by trying: `_least_stable_rows`. Everything else in
-the path works row by row in a fixed order.
+Batch invariance on a CPU: the matrix product of a row must not depend on how many rows there are. For a remainder
+of fewer than 4 rows in a thread MKL takes kernels that add in another order, so batches are padded to a multiple of
+a number of rows, which is found at start by trying: `_stable_row_unit`. Everything else in the path works row by
+row in a fixed order.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from nanoserve.runner.decoder import Decoder, Weights
 from nanoserve.runner.kv_cache import PagedKVCache, bytes_per_block
 from nanoserve.runner.models.spec import ModelSpec
 
-_ROW_CANDIDATES = (8, 16, 32, 64)
-_PROBED_ROWS = 300
+_ROW_UNITS = (8, 16, 32, 64)
+_PROBED_ROWS = 512
 
 
 class TorchBackend:
@@ -36,9 +36,9 @@ class TorchBackend:
         self._dtype = dtype
         self._device = device
         self._decoder = Decoder(spec, weights, dtype, device)
-        stable = _least_stable_rows(self._decoder.matrices()) if device.type == "cpu" else 0
-        self.batch_invariant = stable > 0
-        self._min_rows = max(1, stable)
+        unit = _stable_row_unit(self._decoder.matrices()) if device.type == "cpu" else 0
+        self.batch_invariant = unit > 0
+        self._row_unit = max(1, unit)
         self._cache: PagedKVCache | None = None
         self._attention: PagedAttention | None = None
 
@@ -48,7 +48,7 @@ class TorchBackend:
     def allocate_kv(self, num_blocks: int) -> None:
         self._cache = PagedKVCache(self._spec, num_blocks, self._block_size, self._dtype, self._device)
         self._attention = TorchPagedAttention(
-            self._spec, self._block_size, self._cache.zero_slot, self._min_rows, self._device
+            self._spec, self._block_size, self._cache.zero_slot, self._row_unit, self._device
         )
 
     @torch.inference_mode()
@@ -71,9 +71,9 @@ class TorchBackend:
         return self._decoder.logits(self._pad(hidden[wanted]))[: len(wanted)]
 
     def _pad(self, x: torch.Tensor) -> torch.Tensor:
-        """Appends zero rows up to the least number of rows."""
-        missing = self._min_rows - x.shape[0]
-        return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing > 0 else x
+        """Appends zero rows up to a multiple of the unit."""
+        missing = -x.shape[0] % self._row_unit
+        return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
 
 
 def _slots(batch: ForwardBatch, block_size: int) -> np.ndarray:
@@ -85,23 +85,17 @@ def _slots(batch: ForwardBatch, block_size: int) -> np.ndarray:
 
 
 @torch.inference_mode()
-def _least_stable_rows(matrices: list[torch.Tensor]) -> int:
-    """The least number of rows from which a product's rows do not depend on their number; 0 when there is none."""
+def _stable_row_unit(matrices: list[torch.Tensor]) -> int:
+    """The least unit for which a product's rows do not depend on the number of units; 0 when there is none."""
     generator = torch.Generator().manual_seed(0)
-    stable = 0
-    for candidate in _ROW_CANDIDATES:
-        if all(_is_stable_from(candidate, matrix, generator) for matrix in matrices):
-            stable = candidate
-            break
-    return stable
+    return next((unit for unit in _ROW_UNITS if all(_is_stable(unit, m, generator) for m in matrices)), 0)
 
 
-def _is_stable_from(rows: int, matrix: torch.Tensor, generator: torch.Generator) -> bool:
+def _is_stable(unit: int, matrix: torch.Tensor, generator: torch.Generator) -> bool:
     x = torch.randn(_PROBED_ROWS, matrix.shape[1], generator=generator).to(matrix.dtype)
-    # A slice of a large output layer is enough, and keeps the start quick.
-    matrix = matrix[:4096]
+    matrix = matrix[:4096]  # enough of a large output layer, and keeps the start quick
     reference = F.linear(x, matrix)
-    counts = {rows, rows + 1, rows + 3, 2 * rows - 1, 2 * rows, 4 * rows + 1, 127}
+    counts = [unit * times for times in (1, 2, 3, 4, 5, 7) if unit * times <= _PROBED_ROWS]
     return all(
         torch.equal(F.linear(x[:count], matrix), reference[:count])
         and torch.equal(F.linear(x[-count:], matrix), reference[-count:])

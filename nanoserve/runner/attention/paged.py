@@ -50,13 +50,13 @@ class PagedPlan:
 
 
 class TorchPagedAttention:
-    """`min_rows`: matrix products get at least so many rows, because fewer take kernels that add in another order."""
+    """`row_unit`: matrix products get a multiple of so many rows (see `torch_backend` on batch invariance)."""
 
-    def __init__(self, spec: ModelSpec, block_size: int, zero_slot: int, min_rows: int, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, block_size: int, zero_slot: int, row_unit: int, device: torch.device) -> None:
         self._spec = spec
         self._block_size = block_size
         self._zero_slot = zero_slot
-        self._min_rows = min_rows
+        self._row_unit = row_unit
         self._device = device
         self._windows = sorted({layer.sliding_window for layer in spec.layers})
 
@@ -98,8 +98,7 @@ class TorchPagedAttention:
             hidden |= key[:, None, :] <= query[:, :, None] - window
         group = self._spec.num_heads // self._spec.num_kv_heads
         hidden = np.repeat(hidden, group, axis=1)
-        short = self._min_rows - hidden.shape[1]
-        if short > 0:
+        if short := -hidden.shape[1] % self._row_unit:
             hidden = np.pad(hidden, ((0, 0), (0, short), (0, 0)), constant_values=True)
         return _Part(
             torch.from_numpy(slots.reshape(-1)).to(self._device), torch.from_numpy(hidden[:, None]).to(self._device)
@@ -123,7 +122,7 @@ class TorchPagedAttention:
         folded = query.view(rows, num_tokens, kv_heads, num_heads // kv_heads, head_dim).transpose(1, 2)
         folded = folded.reshape(rows, kv_heads, -1, head_dim).float() * self._spec.attention_scale
         num_rows = folded.shape[2]
-        folded = F.pad(folded, (0, 0, 0, max(0, self._min_rows - num_rows)))
+        folded = F.pad(folded, (0, 0, 0, -num_rows % self._row_unit))
         top = folded.new_full((rows, kv_heads, folded.shape[2], 1), _LOWEST)
         total = torch.zeros_like(top)
         mixed = torch.zeros_like(folded)
