@@ -36,6 +36,7 @@ class AbortCause(IntEnum):
     STOP_STRING = 1
     DEADLINE = 2
     SHUTDOWN = 3
+    TEXT_FAILED = 4  # the detokenizer cannot make text of these ids; api has its error record
 
 
 class EmitMode(IntEnum):
@@ -87,7 +88,7 @@ class TextSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     prompt_tail: tuple[int, ...] = ()  # last prompt ids, left context of the first output token
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
-    min_tokens: int = 0  # stop strings that end before this many tokens do not count
+    min_tokens: int = 0  # stop strings that end within this many tokens do not count
     return_token_ids: bool = False
     detokenize: bool = True  # False: ids only, text stays empty
 
@@ -247,8 +248,11 @@ class TokenText(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RowTokenTexts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Entries whose last byte is in this row's text or before: they may be those of earlier rows' ids."""
+
     row: int
     tokens: list[TokenText]
+    first_index: int = 0  # output index of the first entry; the others follow without a gap
 
 
 class PromptTokenTexts(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -278,6 +282,9 @@ class DetokStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     row_errors: int = 0
     stop_overrun_tokens: int = 0
     dropped_messages: int = 0
+    lag_seconds: float = 0.0  # age of the oldest batch of the last drain that said when it was sent
+    rows: int = 0  # requests that the last drain had news of
+    held_streams: int = 0  # of those, the ones that hold text back
 
 
 class TextBatch(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
@@ -368,6 +375,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=10, gc=False):
     stage: str = ""
     progress: float = 0.0
     model_dir: str = ""
+    late_s: float = 0.0  # for how long its loop has been later than it said it would be
+    doing: str = ""  # the long step that it has declared, if any
 
 
 EngineInbox = AddRequest | AbortRequest | Release | Resync

@@ -1,0 +1,57 @@
+"""The console script: `nanoserve serve`, `nanoserve healthcheck`.
+
+Runs in the launcher process only. Imports stay inside the commands: `--help` must not load a server.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+_USAGE = """\
+usage: nanoserve COMMAND [options]
+
+  serve [MODEL]   start a server (the same as python -m nanoserve.launch_server)
+  healthcheck     exit code 0 when a server on this machine is ready
+  version         the version
+
+`nanoserve COMMAND --help` shows the options of a command.
+"""
+
+
+def serve_command(argv: Sequence[str], *, prog: str = "nanoserve serve") -> int:
+    """Starts a server and stays until it ends; returns the exit code (`nanoserve.cli.EXIT_CODES`)."""
+    from nanoserve.cli import load_config
+    from nanoserve.errors import NanoserveError
+    from nanoserve.supervisor import serve
+
+    try:
+        return serve(load_config(argv, os.environ, prog=prog))
+    except NanoserveError as error:
+        sys.stderr.write(f"nanoserve: {error}\n")
+        return 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command == "serve":
+        return serve_command(rest)
+    if command == "healthcheck":
+        from nanoserve.healthcheck import main as healthcheck
+
+        return healthcheck(rest)
+    if command in ("version", "--version"):
+        from nanoserve import __version__
+
+        sys.stdout.write(f"{__version__}\n")
+        return 0
+    if command in ("--help", "-h", "help"):
+        sys.stdout.write(_USAGE)
+        return 0
+    sys.stderr.write(f"nanoserve: unknown command {command!r}\n{_USAGE}")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""The inside of every child process: `python -m nanoserve.child ROLE ...`, started by the supervisor only.
+
+Before anything heavy is imported the child makes sure that it cannot outlive its parent, in two ways that both work
+inside long native calls: the kernel's parent-death signal, and a thread that waits for the end of a pipe which the
+supervisor holds open. Then come the log, the watchdog, the stop signal and the link; then the role's own `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import setproctitle
+import zmq
+
+from nanoserve.config import ServerConfig
+from nanoserve.errors import NanoserveError
+from nanoserve.ipc.channels import Outbox
+from nanoserve.ipc.endpoints import Endpoints
+from nanoserve.ipc.messages import EngineFacts, Heartbeat, Ready, StartFailed
+from nanoserve.obs.logs import setup_logging, watchdog_file
+from nanoserve.obs.proc import ProcessUsage
+from nanoserve.obs.watchdog import LoopWatchdog
+
+_log = logging.getLogger("nanoserve.child")
+
+EXIT_START_FAILED = 1
+EXIT_CRASHED = 70
+EXIT_PARENT_GONE = 72
+PULSE_S = 0.5
+_USAGE_LINE_S = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int, death_fd: int) -> None:
+    """Ends this process when its parent ends, however that happens. `death_fd` is the read end of its pipe."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(EXIT_PARENT_GONE)
+
+    def wait_for_end() -> None:
+        os.read(death_fd, 1)  # nothing is ever written: this returns at end of file
+        os._exit(EXIT_PARENT_GONE)
+
+    threading.Thread(target=wait_for_end, name="parent-death", daemon=True).start()
+
+
+class StopSignal:
+    """SIGTERM as a flag and a readable file descriptor. SIGINT is the supervisor's alone."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _on_signal(self, *_: object) -> None:
+        self.requested = True
+        os.eventfd_write(self.fd, 1)
+
+
+class Link:
+    """Implements `nanoserve.ipc.link.ProcessLink`. Thread-safe: the loop and the pulse thread both send."""
+
+    def __init__(self, name: str, index: int, incarnation: int, outbox: Outbox, watchdog: LoopWatchdog) -> None:
+        self.name = name
+        self.index = index
+        self.incarnation = incarnation
+        self.watchdog = watchdog
+        self.is_ready = False
+        self._stop = StopSignal()
+        self._outbox = outbox
+        self._lock = threading.Lock()
+        self._usage = ProcessUsage()
+        self._usage_due = time.monotonic() + _USAGE_LINE_S
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._stop.requested
+
+    @property
+    def stop_fd(self) -> int:
+        return self._stop.fd
+
+    def stage(self, stage: str, progress: float = 0.0, *, model_dir: str = "") -> None:
+        self._send(Heartbeat(self.name, self.incarnation, stage, progress, model_dir))
+
+    def ready(self, engine: EngineFacts | None = None, *, ring_turned: bool = False) -> None:
+        """Tells the supervisor; from the first call on the watchdog watches."""
+        self._send(Ready(self.name, self.incarnation, os.getpid(), engine=engine, ring_turned=ring_turned))
+        if not self.is_ready:
+            # What has been loaded stays for life: out of the collector's sight, so that it never pauses for it.
+            gc.collect()
+            gc.freeze()
+            self.is_ready = True
+
+    def start_failed(self, message: str) -> None:
+        self._send(StartFailed(self.name, self.incarnation, message))
+
+    def pulse(self, now: float) -> None:
+        """One turn of the pulse thread: checks the loop, tells the supervisor, logs the usage once a minute."""
+        late = self.watchdog.check(now) if self.is_ready else 0.0
+        doing = self.watchdog.doing
+        self._send(Heartbeat(self.name, self.incarnation, late_s=late, doing=doing[0] if doing else ""))
+        if now >= self._usage_due:
+            self._usage_due = now + _USAGE_LINE_S
+            _log.info("%s", self._usage.line())
+
+    def _send(self, message: msgspec.Struct) -> None:
+        with self._lock:
+            self._outbox.send(message)
+
+
+def _beat(link: Link, ended: threading.Event) -> None:
+    while not ended.wait(PULSE_S):
+        link.pulse(time.monotonic())
+
+
+def _run_role(role: str, config: ServerConfig, endpoints: Endpoints, link: Link, options: argparse.Namespace) -> int:
+    """Imports the role's module here and nowhere else: api and detok must stay free of torch."""
+    if role == "prepare":
+        from nanoserve.hub.resolve import prepare
+
+        link.stage("model ready", 1.0, model_dir=str(prepare(config, link.stage)))
+        return 0
+    module: Any = importlib.import_module(f"nanoserve.{role}.process")
+    if role == "api":
+        # The file descriptor stays open in the supervisor: connections wait there while an api restarts.
+        code = module.run(config, endpoints, link, socket.socket(fileno=options.listen_fd))
+    else:
+        code = module.run(config, Path(options.model_dir), endpoints, link)
+    return code or 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="nanoserve.child")
+    parser.add_argument("role", choices=("api", "engine", "detok", "prepare"))
+    parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--incarnation", type=int, default=1)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--model-dir", default="")
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--death-fd", type=int, required=True)
+    parser.add_argument("--listen-fd", type=int, default=-1)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    options = _parse(argv)
+    die_with_parent(options.parent, options.death_fd)
+    name = f"{options.role}-{options.index}"
+    setproctitle.setproctitle(f"nanoserve: {name}")
+    endpoints = Endpoints(run_dir=options.run_dir)
+    config = msgspec.json.decode(endpoints.config_file.read_bytes(), type=ServerConfig)
+    directory = Path(config.obs.log_dir or endpoints.run_dir)
+    setup_logging(name, directory, config.obs.log_level, child=True)
+    faulthandler.enable(file=sys.stderr, all_threads=True)
+    watchdog = LoopWatchdog(
+        name, watchdog_file(directory, name), soft_s=config.obs.watchdog_soft, hard_s=config.obs.watchdog_hard
+    )
+    context = zmq.Context()
+    outbox = Outbox(context, endpoints.supervisor())
+    link = Link(name, options.index, options.incarnation, outbox, watchdog)
+    ended = threading.Event()
+    pulse = threading.Thread(target=_beat, args=(link, ended), name="pulse", daemon=True)
+    pulse.start()
+    try:
+        return _run_role(options.role, config, endpoints, link, options)
+    except NanoserveError as error:
+        _log.error("%s", error)
+        if link.is_ready:
+            return EXIT_CRASHED
+        link.start_failed(str(error))
+        return EXIT_START_FAILED
+    except Exception:
+        _log.exception("this process ends: an error that nothing expected")
+        return EXIT_CRASHED
+    finally:
+        ended.set()
+        pulse.join()
+        outbox.close()
+        context.term()
+        watchdog.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

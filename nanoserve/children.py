@@ -1,0 +1,133 @@
+"""Starting a child process, and the supervisor's record of one.
+
+Owner: the supervisor process. Children run in sessions of their own, so that Ctrl-C reaches the supervisor alone, and
+hold the read end of one pipe whose write end only the supervisor has: when it is gone, they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nanoserve.config import ServerConfig
+from nanoserve.ipc.endpoints import Endpoints
+from nanoserve.ipc.messages import Heartbeat, ProcessFacts
+from nanoserve.obs.logs import log_file
+
+STARTING, READY, STALLED, DEAD = "starting", "ready", "stalled", "dead"
+
+
+@dataclass(slots=True)
+class Child:
+    """One life of one child. A restart makes a new record with the next incarnation."""
+
+    role: str
+    index: int
+    incarnation: int
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    log: Path
+    state: str = STARTING
+    stage: str = ""
+    progress: float = 0.0
+    late_s: float = 0.0
+    doing: str = ""
+    started_ns: int = field(default_factory=time.monotonic_ns)
+    heard: float = field(default_factory=time.monotonic)
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.state != DEAD
+
+    def facts(self) -> ProcessFacts:
+        return ProcessFacts(self.name, self.pid, self.incarnation, self.state, self.started_ns)
+
+    def hear(self, beat: Heartbeat) -> bool:
+        """Takes a heartbeat in; True when it says something new about the start."""
+        self.late_s, self.doing = beat.late_s, beat.doing
+        if not beat.stage or (beat.stage, beat.progress) == (self.stage, self.progress):
+            return False
+        self.stage, self.progress = beat.stage, beat.progress
+        return True
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def reap(self) -> int:
+        """Collects the exit status of a process that has ended; negative for a signal, as subprocess has it."""
+        code = self.process.wait()
+        os.close(self.pidfd)
+        self.state = DEAD
+        return code
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 70` or `signal SIGKILL`."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+class Spawner:
+    """Starts children that all know the same run directory, configuration and listening socket."""
+
+    def __init__(self, config: ServerConfig, endpoints: Endpoints, listen_socket: socket.socket) -> None:
+        self._config = config
+        self._endpoints = endpoints
+        self._listen_socket = listen_socket
+        self._death_fd, self._alive_fd = os.pipe()
+
+    @property
+    def log_dir(self) -> Path:
+        return Path(self._config.obs.log_dir or self._endpoints.run_dir)
+
+    def start(self, role: str, index: int, incarnation: int, model_dir: str = "") -> Child:
+        """Starts one process; OSError when the system cannot."""
+        command = [sys.executable, "-m", "nanoserve.child", role, "--index", str(index)]
+        command += ["--incarnation", str(incarnation), "--run-dir", str(self._endpoints.run_dir)]
+        command += ["--model-dir", model_dir, "--parent", str(os.getpid()), "--death-fd", str(self._death_fd)]
+        inherited = [self._death_fd]
+        if role == "api":
+            command += ["--listen-fd", str(self._listen_socket.fileno())]
+            inherited.append(self._listen_socket.fileno())
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=inherited,
+            start_new_session=True,
+            env=self._environment(role),
+        )
+        pidfd = os.pidfd_open(process.pid)
+        return Child(role, index, incarnation, process, pidfd, log_file(self.log_dir, f"{role}-{index}"))
+
+    def _environment(self, role: str) -> dict[str, str]:
+        """Thread pools: the engine computes, the others must not take cores from it."""
+        environment = dict(os.environ)
+        threads = self._config.engine.engine_threads or len(os.sched_getaffinity(0))
+        environment["OMP_NUM_THREADS"] = str(threads) if role == "engine" else "1"
+        environment["TOKENIZERS_PARALLELISM"] = "false"
+        environment["PYTHONUNBUFFERED"] = "1"
+        return environment
+
+    def close(self) -> None:
+        os.close(self._death_fd)
+        os.close(self._alive_fd)

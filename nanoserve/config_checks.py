@@ -1,0 +1,66 @@
+"""What a configuration must fulfil beyond the types of its fields: ranges, and fields that depend on each other.
+
+Owner: the launcher, through `nanoserve.cli.load_config`. Each rule gives one line that names the flag.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nanoserve.config import ServerConfig
+from nanoserve.errors import ConfigError
+from nanoserve.ipc.ids import MAX_API_INDEX
+
+
+def check_config(config: ServerConfig) -> None:
+    """Raises ConfigError for the first rule that is broken; reads nothing but the paths it is given."""
+    _check_ranges(config)
+    scheduler, obs = config.scheduler, config.obs
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} is below --max-num-seqs "
+            f"{scheduler.max_num_seqs}: a step needs room for one token of each request"
+        )
+    if obs.watchdog_hard and obs.watchdog_hard <= obs.watchdog_soft:
+        raise ConfigError("--watchdog-hard must be longer than --watchdog-soft, or 0")
+    if config.model.chat_template and not Path(config.model.chat_template).is_file():
+        raise ConfigError(f"--chat-template {config.model.chat_template}: no such file")
+    if obs.log_dir and Path(obs.log_dir).exists() and not Path(obs.log_dir).is_dir():
+        raise ConfigError(f"--log-dir {obs.log_dir}: not a directory")
+
+
+def _check_ranges(config: ServerConfig) -> None:
+    at_least: list[tuple[str, float, float]] = [
+        ("max_model_len", config.model.max_model_len, 0),
+        ("seed", config.model.seed, 0),
+        ("sim_step_ms", config.sim.sim_step_ms, 0),
+        ("sim_token_us", config.sim.sim_token_us, 0),
+        ("engine_threads", config.engine.engine_threads, 0),
+        ("max_num_seqs", config.scheduler.max_num_seqs, 1),
+        ("max_num_queued", config.scheduler.max_num_queued, 0),
+        ("block_size", config.cache.block_size, 1),
+        ("kv_cache_memory", config.cache.kv_cache_memory, 0),
+        ("num_kv_blocks", config.cache.num_kv_blocks, 0),
+        ("detok_max_states", config.detok.detok_max_states, 1),
+        ("port", config.api.port, 0),
+        ("api_workers", config.api.api_workers, 1),
+        ("max_body_bytes", config.api.max_body_bytes, 1024),
+        ("http_keep_alive", config.api.http_keep_alive, 0),
+        ("sse_keep_alive", config.api.sse_keep_alive, 0),
+        ("max_stop_strings", config.api.max_stop_strings, 0),
+        ("max_logprobs", config.api.max_logprobs, 0),
+        ("drain_timeout", config.api.drain_timeout, 0),
+        ("stats_interval", config.obs.stats_interval, 0),
+        ("watchdog_soft", config.obs.watchdog_soft, 0),
+        ("watchdog_hard", config.obs.watchdog_hard, 0),
+        ("startup_timeout", config.obs.startup_timeout, 1),
+    ]
+    for name, value, lowest in at_least:
+        if value < lowest:
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g} is below {lowest:g}")
+    at_most = [("port", config.api.port, 65535), ("api_workers", config.api.api_workers, MAX_API_INDEX + 1)]
+    for name, value, highest in at_most:
+        if value > highest:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} is above {highest}")
+    if not config.model.model:
+        raise ConfigError("--model is empty")

@@ -1,0 +1,144 @@
+"""Progress of one loop: a stall writes all stacks to `<process>.watchdog.log`, a long one ends the process.
+
+Owner: each child has one, fed by its loop and checked by its pulse thread (`nanoserve.child`). Two mechanisms, because
+one cannot see everything: the pulse thread compares counters and knows what the loop was doing, and a C timer of
+`faulthandler`, re-armed by that thread, fires when native code holds the interpreter lock and no Python thread runs.
+For a process that is stopped or locked up for good, the supervisor sees its heartbeats stop.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_log = logging.getLogger(__name__)
+
+EXIT_WATCHDOG = 71
+_TIMER_MARGIN_S = 2.0  # the C timer waits longer than the pulse thread, which can say more
+
+
+class _Idle:
+    """Reusable, so that a loop allocates nothing per turn."""
+
+    def __init__(self, owner: LoopWatchdog) -> None:
+        self._owner = owner
+
+    def __enter__(self) -> None:
+        self._owner.idle_depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._owner.idle_depth -= 1
+        self._owner.count += 1
+
+
+class _Busy:
+    def __init__(self, owner: LoopWatchdog, what: str, limit_s: float) -> None:
+        self._owner = owner
+        self._doing = (what, limit_s)
+        self._outer = owner.doing
+
+    def __enter__(self) -> Self:
+        self._outer = self._owner.doing
+        self._owner.doing = self._doing
+        self._owner.count += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._owner.doing = self._outer
+        self._owner.count += 1
+
+
+class LoopWatchdog:
+    """Implements `nanoserve.ipc.link.Watchdog`. `soft_s` and `hard_s` of 0 switch that mode off.
+
+    The loop touches only `count`, `idle_depth` and `doing`; all else belongs to the thread that calls `check`.
+    """
+
+    def __init__(
+        self, name: str, path: Path, *, soft_s: float, hard_s: float, end: Callable[[int], object] = os._exit
+    ) -> None:
+        self.count = 0
+        self.idle_depth = 0
+        self.doing: tuple[str, float] | None = None
+        self._name = name
+        self._limits = (soft_s, hard_s)
+        self._end = end
+        self._idle = _Idle(self)
+        self._seen = -1
+        self._since = 0.0
+        self._dumped = False
+        self._armed = False
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._write(
+            f"watching {name}: soft limit {soft_s:g} s, hard limit {hard_s:g} s; SIGUSR1 writes all stacks here"
+        )
+        faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True, chain=False)
+
+    def feed(self) -> None:
+        self.count += 1
+
+    def idle(self) -> AbstractContextManager[None]:
+        return self._idle
+
+    def busy(self, what: str, limit_s: float) -> AbstractContextManager[_Busy]:
+        return _Busy(self, what, limit_s)
+
+    def check(self, now: float) -> float:
+        """Called about twice a second; returns for how many seconds the loop is later than it said it would be.
+
+        Dumps once per stall at the soft limit and ends the process at the hard limit. A declared long step moves
+        both limits: they count from the end of the time it asked for.
+        """
+        count, doing = self.count, self.doing
+        if self.idle_depth or count != self._seen:
+            self._seen, self._since, self._dumped = count, now, False
+        allowance = doing[1] if doing else 0.0
+        late = now - self._since - allowance
+        soft, hard = self._limits
+        soft = max(soft - allowance, 0.0) if soft else 0.0
+        if soft or (self._limits[0] and allowance):
+            self._re_arm(soft - late)
+            if late >= soft and not self._dumped and late > 0:
+                self._dump(now, doing)
+        if hard and late >= hard:
+            self._write(f"{self._name}: no progress for {now - self._since:.1f} s, ending this process")
+            _log.error("no progress for %.1f s: this process ends (stacks are in its watchdog log)", now - self._since)
+            self._end(EXIT_WATCHDOG)
+        return max(late, 0.0)
+
+    def _re_arm(self, remaining: float) -> None:
+        """The C timer only runs while the loop is at work: an idle process has no thread to wake up."""
+        if self.idle_depth or self._dumped:
+            if self._armed:
+                faulthandler.cancel_dump_traceback_later()
+                self._armed = False
+            return
+        faulthandler.dump_traceback_later(max(remaining, 0.0) + _TIMER_MARGIN_S, repeat=False, file=self._file)
+        self._armed = True
+
+    def _dump(self, now: float, doing: tuple[str, float] | None) -> None:
+        self._dumped = True
+        what = f" in {doing[0]!r} (expected within {doing[1]:g} s)" if doing else ""
+        line = f"{self._name}: no progress for {now - self._since:.1f} s{what}, turn {self.count}"
+        self._write(line + "; stacks of all threads:")
+        faulthandler.dump_traceback(file=self._file, all_threads=True)
+        _log.warning("no progress for %.1f s%s; stacks are in the watchdog log", now - self._since, what)
+
+    def _write(self, text: str) -> None:
+        try:
+            self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        except OSError:
+            _log.warning("the watchdog log cannot be written")
+
+    def close(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(signal.SIGUSR1)
+        self._file.close()
