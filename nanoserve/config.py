@@ -114,6 +114,10 @@ class DetokConfig:
     detok_max_states: int = option(
         65536, "most live streams kept in memory; the least recently used is rebuilt on need"
     )
+    detokenizer: str = option(
+        "auto", "how ids become text; bytes: by a table, window: by the tokenizer; auto: bytes where proved equal",
+        choices=("auto", "window", "bytes"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +132,14 @@ class ApiConfig:
     sse_keep_alive: float = option(15.0, "seconds of silence before a stream sends a comment; 0: never")
     max_stop_strings: int = option(16, "most stop strings in one request")
     max_logprobs: int = option(20, "most top logprobs per token")
+    strict_params: bool = option(
+        False, "refuse request fields that the server does not know, instead of reporting them"
+    )
+    stream_buffer_bytes: int = option(
+        1 << 20, "text that a stream holds for a client that does not read; beyond it the connection is cut", size=True
+    )
+    write_timeout: float = option(120.0, "seconds a client may leave a stream unread; 0: no limit")
+    overload_status: str = option("503", "status of requests refused because the queue is full", choices=("503", "429"))
     drain_timeout: float = option(30.0, "seconds that live streams get after SIGTERM", aliases=("shutdown-timeout",))
 
 

@@ -1,0 +1,74 @@
+"""Ids to text by a table of bytes and incremental UTF-8: no tokenizer call per step. Pure.
+
+Allowed only for vocabularies whose `TokenTable` has been proved. A token of whole characters costs one list access;
+a part of a character goes through `take_utf8`, which knows invalid bytes from unfinished ones at once, so that
+nothing is held that no further byte can change. Where the first token of a text is special (a leading space is
+dropped), the window decoder says how a text begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanoserve.detok.incremental import Chunk, TextStream, WindowDecoder, take_utf8
+from nanoserve.detok.token_table import TokenTable
+
+_NOT_FIRST = [0]  # a context that says only that there is one
+
+
+class ByteDecoder:
+    """Implements `incremental.Decoder` for one proved vocabulary."""
+
+    def __init__(self, table: TokenTable, windows: WindowDecoder) -> None:
+        self._table = table
+        self._windows = windows
+        self._texts = table.texts
+        self._shown = table.shown
+        self._special = frozenset(table.special_ids)
+
+    def open(self, prompt_tail: Sequence[int], *, skip_special: bool) -> TextStream:
+        if self._table.head_free:
+            return TextStream(skip_special=skip_special, context=_NOT_FIRST)
+        return self._windows.open(prompt_tail, skip_special=skip_special)
+
+    def decode(self, chunks: Sequence[Chunk]) -> list[list[str] | None]:
+        out: list[list[str] | None] = []
+        first: list[Chunk] = []
+        for chunk in chunks:
+            stream, token_ids, per_token = chunk
+            if not stream.context:
+                first.append(chunk)
+                out.append(None)
+                continue
+            texts = self._shown if stream.skip_special else self._texts
+            if len(token_ids) == 1 and not stream.pending:
+                text = texts[token_ids[0]]
+                if text is not None:
+                    out.append([text])
+                    continue
+            out.append(self._slow(stream, token_ids, texts, per_token))
+        if first:
+            found = iter(self._windows.decode(first))
+            out = [next(found) if pieces is None else pieces for pieces in out]
+        return out
+
+    def flush(self, stream: TextStream) -> str:
+        return self._windows.flush(stream)
+
+    def _slow(self, stream: TextStream, token_ids: list[int], texts: list[str | None], per_token: bool) -> list[str]:
+        parts = self._table.parts
+        pending = stream.pending
+        if not per_token:
+            data = b"".join([parts[i] if (text := texts[i]) is None else text.encode() for i in token_ids])
+            text, stream.pending = take_utf8(pending, data)
+            return [text]
+        pieces: list[str] = []
+        for token_id in token_ids:
+            known = texts[token_id]
+            if known is not None and not pending:
+                pieces.append(known)
+                continue
+            piece, pending = take_utf8(pending, parts[token_id] if known is None else known.encode())
+            pieces.append(piece)
+        stream.pending = pending
+        return pieces

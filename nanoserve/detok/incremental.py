@@ -1,0 +1,278 @@
+"""Ids to text a few at a time, for any tokenizer: the window decoder. Pure; called by the detokenizer's manager.
+
+Right is (DESIGN: "one decode of all output ids, given the prompt's tail as left context"), for every chunking. The
+window rule is the one of TGI, vLLM and SGLang: keep a few ids as left context (`surr`), decode them with and without
+the new ids (`read`), and release the difference. What differs here:
+
+* Only the last U+FFFD of a decode can still become a character (every earlier one has been judged by a byte after
+  it), so only that one is held and all text before it is released at once. Offsets always move on, so a window never
+  grows: garbage costs what text costs, and no forced flush exists.
+* The left context is the last `_CONTEXT` ids that have bytes. Four bytes decide how any UTF-8 goes on, so four ids do.
+* Skipped special ids and ids without a token never enter a window.
+* `<0xNN>` byte tokens (SentencePiece) never enter a window either: their runs are decoded here, character by
+  character, because `tokenizers` spoils a whole run, sent characters included, for one bad byte in it (ADR 0004).
+
+All rows of one drain cost two batch decodes, and the first is mostly empty: a row's `surr` text is known from its
+last step until the window is cut back to `_CONTEXT` ids.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from nanoserve.tokenizer import Tokenizer
+
+_CONTEXT = 4
+_MAX_WINDOW = 12
+_UNKNOWN = -1
+_GO_ON = -1  # in place of a surr row: the text of the last read row
+_NOTHING = -2  # in place of a surr row: there is no left context
+REPLACEMENT = "\ufffd"
+
+
+@dataclass(slots=True)
+class TextStream:
+    """Decoding state of one request: O(window), whatever its length."""
+
+    skip_special: bool
+    context: list[int]  # ids[surr_offset:read_offset]; empty only before the first token without a prompt's tail
+    context_chars: int = _UNKNOWN  # released characters of decode(context), when they are known
+    held: bool = False  # the text ends in a U+FFFD that may become a character
+    pending: bytes = b""  # bytes of an unfinished character
+
+
+class Chunk(NamedTuple):
+    """New ids of one stream. `per_token` asks for one piece of text per id instead of one for all."""
+
+    stream: TextStream
+    token_ids: list[int]
+    per_token: bool = False
+
+
+class Decoder(Protocol):
+    """Ids to text for many streams at once. Ids must be inside the vocabulary."""
+
+    def open(self, prompt_tail: Sequence[int], *, skip_special: bool) -> TextStream: ...
+
+    def decode(self, chunks: Sequence[Chunk]) -> list[list[str] | None]:
+        """Released text per chunk (one piece, or one per id); None where the tokenizer failed on that chunk."""
+        ...
+
+    def flush(self, stream: TextStream) -> str:
+        """What is still held, at the end of the stream: U+FFFD or nothing."""
+        ...
+
+
+def take_utf8(pending: bytes, data: bytes) -> tuple[str, bytes]:
+    """Decodes all that is certain; returns it and the (at most three) bytes of an unfinished character.
+
+    Invalid bytes become one U+FFFD per maximal ill-formed part (Unicode 3.9, "U+FFFD substitution"), as in Rust's
+    lossy decode, which `tokenizers` uses, and in Python's errors="replace".
+    """
+    data = pending + data
+    text, consumed = codecs.utf_8_decode(data, "replace", False)
+    return text, data[consumed:]
+
+
+@dataclass(slots=True)
+class _Job:
+    """The text tokens of one chunk: context + new ids, and the places where a piece of text ends."""
+
+    stream: TextStream
+    ids: list[int]
+    base: int  # ids[:base] is context
+    cuts: list[int] = field(default_factory=list)  # ends, as indices into ids
+    sinks: list[int] = field(default_factory=list)  # index of the piece that each cut fills
+    pieces: list[str] = field(default_factory=list)
+    rows: list[tuple[int, int]] = field(default_factory=list)  # (surr row, read row)
+    start: int = 0  # where the last window begins
+    per_token: bool = False
+
+
+class WindowDecoder:
+    """Any tokenizer, through its batch decode alone."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = tokenizer.special_ids
+        self._byte_values = _byte_tokens(tokenizer)
+        # With byte tokens apart, U+FFFD from a text token is a token that says U+FFFD: nothing to wait for.
+        self._holds = not self._byte_values
+        void = (i for i in range(tokenizer.vocab_size) if tokenizer.id_to_token(i) is None)
+        self._apart = frozenset(void) | frozenset(self._byte_values)
+        self._apart_or_special = self._apart | self._special
+        self._anchor = find_anchor(tokenizer, self._apart_or_special)
+        self._strips_first_space = self._decode([[self._byte_id(0x20)]]) == [""] if self._byte_values else False
+
+    def _byte_id(self, value: int) -> int:
+        return next(token_id for token_id, byte in self._byte_values.items() if byte == value)
+
+    def open(self, prompt_tail: Sequence[int], *, skip_special: bool) -> TextStream:
+        """A stream whose left context is the prompt's tail up to its last whole character."""
+        apart = self._apart_or_special if skip_special else self._apart
+        context = [token_id for token_id in prompt_tail if token_id not in apart and token_id >= 0]
+        if self._holds:
+            while context and self._decode([context])[0].endswith(REPLACEMENT):
+                context.pop()
+        if not context and any(token_id in self._byte_values for token_id in prompt_tail):
+            context = list(self._anchor)  # there was text, only none that can stand in a window
+        return TextStream(skip_special=skip_special, context=context)
+
+    def decode(self, chunks: Sequence[Chunk]) -> list[list[str] | None]:
+        jobs = [self._plan(chunk) for chunk in chunks]
+        surr_rows: list[list[int]] = []
+        read_rows: list[list[int]] = []
+        for job in jobs:
+            _lay_windows(job, surr_rows, read_rows)
+        surr_texts = self._texts(surr_rows)
+        read_texts = self._texts(read_rows)
+        return [self._finish(job, surr_texts, read_texts) for job in jobs]
+
+    def flush(self, stream: TextStream) -> str:
+        left = stream.held or bool(stream.pending)
+        stream.held, stream.pending = False, b""
+        return REPLACEMENT if left else ""
+
+    def _plan(self, chunk: Chunk) -> _Job:
+        """Splits a chunk into what goes through windows and what does not, keeping the order of the text."""
+        stream, token_ids, per_token = chunk
+        job = _Job(stream, list(stream.context), len(stream.context), per_token=per_token)
+        apart = self._apart_or_special if stream.skip_special else self._apart
+        if not stream.pending and apart.isdisjoint(token_ids):
+            job.ids += token_ids
+            job.cuts = list(range(job.base + 1, len(job.ids) + 1)) if per_token else [len(job.ids)] * bool(token_ids)
+            job.pieces = [""] * (len(job.cuts) or 1)
+            job.sinks = list(range(len(job.cuts)))
+            return job
+        for token_id in token_ids:
+            job.pieces.append("")
+            if token_id in self._byte_values:
+                job.pieces[-1] = self._take_byte(job, token_id)
+            elif token_id not in apart:
+                if stream.pending:  # a character that no further byte can finish
+                    job.pieces[-1] = REPLACEMENT
+                    stream.pending = b""
+                job.ids.append(token_id)
+                job.cuts.append(len(job.ids))
+                job.sinks.append(len(job.pieces) - 1)
+        if not per_token:
+            _join_cuts(job)
+        return job
+
+    def _take_byte(self, job: _Job, token_id: int) -> str:
+        stream = job.stream
+        value = self._byte_values[token_id]
+        if not job.ids:  # the first text of all: from here on no token is the first one
+            job.ids += self._anchor
+            job.base = len(job.ids)
+            stream.context, stream.context_chars = list(self._anchor), _UNKNOWN
+            if value == 0x20 and self._strips_first_space:
+                return ""
+        text, stream.pending = take_utf8(stream.pending, bytes((value,)))
+        return text
+
+    def _finish(self, job: _Job, surr_texts: list[str | None], read_texts: list[str | None]) -> list[str] | None:
+        stream = job.stream
+        chars = stream.context_chars
+        text: str | None = ""
+        for (surr, read), sink in zip(job.rows, job.sinks, strict=True):
+            if surr == _NOTHING:
+                chars = 0
+            elif surr != _GO_ON:
+                before = surr_texts[surr]
+                chars = _UNKNOWN if before is None else len(self._certain(before))
+            text = read_texts[read]
+            if text is None or chars == _UNKNOWN:
+                return None
+            certain = self._certain(text)
+            job.pieces[sink] += certain[chars:]
+            chars = max(chars, len(certain))  # what was released stays released
+        if job.rows and text is not None:
+            stream.held = len(self._certain(text)) < len(text)
+            window = job.ids[job.start :]
+            if len(window) > _MAX_WINDOW:
+                stream.context, stream.context_chars = window[-_CONTEXT:], _UNKNOWN
+            else:
+                stream.context, stream.context_chars = window, chars
+        return job.pieces if job.per_token else ["".join(job.pieces)]
+
+    def _certain(self, text: str) -> str:
+        return text[:-1] if self._holds and text.endswith(REPLACEMENT) else text
+
+    def _texts(self, rows: list[list[int]]) -> list[str | None]:
+        """One batch decode. When it fails, row by row, so that one bad row does not take the others with it."""
+        if not rows:
+            return []
+        try:
+            return list(self._decode(rows))
+        except Exception:  # whatever a tokenizer raises, it is that row's fault alone
+            return [self._text(row) for row in rows]
+
+    def _text(self, row: list[int]) -> str | None:
+        try:
+            return self._decode([row])[0]
+        except Exception:
+            return None
+
+    def _decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        return self._tokenizer.decode_batch(rows, skip_special_tokens=False)
+
+
+def _join_cuts(job: _Job) -> None:
+    """One piece for the whole chunk: neighbouring pieces of the windows become one cut.
+
+    Text and byte pieces alternate, so the pieces are kept in order and only joined at the end; a cut can go when
+    the next piece comes from the same run of text tokens.
+    """
+    keep = [
+        i
+        for i, sink in enumerate(job.sinks)
+        if i + 1 == len(job.sinks) or job.sinks[i + 1] != sink + 1 or job.pieces[sink + 1]
+    ]
+    job.cuts = [job.cuts[i] for i in keep]
+    job.sinks = [job.sinks[i] for i in keep]
+
+
+def _lay_windows(job: _Job, surr_rows: list[list[int]], read_rows: list[list[int]]) -> None:
+    """Turns cuts into rows to decode. A window that has become long starts again `_CONTEXT` ids before the cut."""
+    begin = job.base
+    for i, cut in enumerate(job.cuts):
+        surr = _GO_ON
+        if i == 0:
+            fresh = job.stream.context_chars == _UNKNOWN
+        else:
+            fresh = cut - job.start > _MAX_WINDOW
+            if fresh:
+                job.start = max(0, begin - _CONTEXT)
+        if fresh and begin == job.start:
+            surr = _NOTHING
+        elif fresh:
+            surr = len(surr_rows)
+            surr_rows.append(job.ids[job.start : begin])
+        job.rows.append((surr, len(read_rows)))
+        read_rows.append(job.ids[job.start : cut])
+        begin = cut
+
+
+def _byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
+    """Id to byte value of the `<0xNN>` tokens, if this tokenizer's decode takes them for bytes."""
+    ids = {value: tokenizer.token_to_id(f"<0x{value:02X}>") for value in range(256)}
+    probe = ids[0x41]
+    if probe is None or tokenizer.decode([probe], skip_special_tokens=False) != "A":
+        return {}
+    return {token_id: value for value, token_id in ids.items() if token_id is not None}
+
+
+def find_anchor(tokenizer: Tokenizer, apart: frozenset[int]) -> list[int]:
+    """An ordinary token with plain text, to stand for "there was text before"; empty when there is none."""
+    candidates = [*tokenizer.encode("a", add_special_tokens=False), *range(min(tokenizer.vocab_size, 4096))]
+    for token_id in candidates:
+        if token_id in apart:
+            continue
+        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        if text.isascii() and text.strip().isalnum():
+            return [token_id]
+    return []

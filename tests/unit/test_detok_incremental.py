@@ -1,0 +1,254 @@
+"""Incremental text is one decode of all ids: every tokenizer family, any ids, any chunking, both decoders."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoserve.detok.byte_decoder import ByteDecoder
+from nanoserve.detok.incremental import Chunk, Decoder, WindowDecoder, take_utf8
+from nanoserve.detok.token_table import build_table
+from nanoserve.tokenizer import HFTokenizer
+from tests.unit.detok_tokenizers import CORPUS, FAMILIES, byte_level, gemma_like, llama2, reference
+
+_decoders: dict[tuple[str, str], Decoder] = {}
+
+
+def decoder_of(family: str, kind: str) -> Decoder:
+    if (family, kind) not in _decoders:
+        tokenizer = FAMILIES[family]()
+        windows = WindowDecoder(tokenizer)
+        _decoders[family, "window"] = windows
+        table = build_table(tokenizer)
+        assert table is not None
+        _decoders[family, "bytes"] = ByteDecoder(table, windows)
+    return _decoders[family, kind]
+
+
+def stream_text(
+    decoder: Decoder, token_ids: list[int], sizes: list[int], tail: list[int], *, skip: bool, per_token: bool
+) -> list[str]:
+    """All deltas of one stream whose ids come in chunks of these sizes, the flush last."""
+    stream = decoder.open(tail, skip_special=skip)
+    deltas: list[str] = []
+    at = 0
+    for size in sizes:
+        chunk = token_ids[at : at + size]
+        pieces = decoder.decode([Chunk(stream, chunk, per_token)])[0]
+        assert pieces is not None
+        assert len(pieces) == (len(chunk) if per_token else 1)
+        deltas.append("".join(pieces))
+        at += size
+    deltas.append(decoder.flush(stream))
+    return deltas
+
+
+def naive_text(tokenizer: HFTokenizer, token_ids: list[int]) -> str:
+    return "".join(tokenizer.decode([token_id]) for token_id in token_ids)
+
+
+def chunk_sizes(data: st.DataObject, total: int) -> list[int]:
+    sizes: list[int] = []
+    while sum(sizes) < total:
+        sizes.append(data.draw(st.integers(1, min(20, total - sum(sizes)))))
+    return sizes
+
+
+def draw_ids(data: st.DataObject, tokenizer: HFTokenizer) -> list[int]:
+    """Random ids, or the ids of random text, or of text with random ids in between."""
+    some_id = st.integers(0, tokenizer.vocab_size - 1)
+    kind = data.draw(st.sampled_from(["ids", "text", "both"]))
+    ids = data.draw(st.lists(some_id, max_size=40)) if kind != "text" else []
+    if kind != "ids":
+        text = data.draw(st.one_of(st.sampled_from(CORPUS), st.text(max_size=40)))
+        at = data.draw(st.integers(0, len(ids)))
+        ids[at:at] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+@pytest.mark.parametrize("kind", ["window", "bytes"])
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_deltas_joined_are_one_decode(family: str, kind: str, data: st.DataObject) -> None:
+    tokenizer = FAMILIES[family]()
+    decoder = decoder_of(family, kind)
+    token_ids = draw_ids(data, tokenizer)
+    some_id = st.integers(0, tokenizer.vocab_size - 1)
+    tail = data.draw(st.one_of(st.just([]), st.lists(some_id, min_size=1, max_size=5)))
+    skip = data.draw(st.booleans())
+    sizes = chunk_sizes(data, len(token_ids))
+    deltas = stream_text(decoder, token_ids, sizes, tail, skip=skip, per_token=data.draw(st.booleans()))
+    assert "".join(deltas) == reference(tokenizer, token_ids, tail, skip=skip)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_valid_text_is_what_the_library_decodes(family: str, data: st.DataObject) -> None:
+    """The same against `tokenizers` itself, without our reading of byte runs."""
+    tokenizer = FAMILIES[family]()
+    token_ids = tokenizer.encode(data.draw(st.text(max_size=60)), add_special_tokens=False)
+    for kind in ("window", "bytes"):
+        deltas = stream_text(decoder_of(family, kind), token_ids, [1] * len(token_ids), [], skip=True, per_token=False)
+        assert "".join(deltas) == tokenizer.decode(token_ids)
+
+
+@pytest.mark.parametrize("family", ["byte_level", "llama2", "gemma_like"])
+def test_a_naive_decode_fails_where_ours_does_not(family: str) -> None:
+    tokenizer = FAMILIES[family]()
+    rng = random.Random(7)
+    naive_wrong = ours_wrong = 0
+    for _ in range(100):
+        text = "".join(rng.choice(["day ", "é", "日本", "👍🏽", "မြန်မာ", "ภาษา", "🌶️"]) for _ in range(12))
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        whole = tokenizer.decode(token_ids)
+        naive_wrong += naive_text(tokenizer, token_ids) != whole
+        for kind in ("window", "bytes"):
+            deltas = stream_text(decoder_of(family, kind), token_ids, [1] * 400, [], skip=True, per_token=False)
+            ours_wrong += "".join(deltas) != whole
+    assert naive_wrong > 90
+    assert ours_wrong == 0
+
+
+@pytest.mark.parametrize("kind", ["window", "bytes"])
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_valid_characters_come_at_most_three_tokens_late(family: str, kind: str, data: st.DataObject) -> None:
+    """With bytes as tokens no character waits longer than its own bytes do; no delta shows a U+FFFD."""
+    tokenizer = FAMILIES[family]()
+    token_ids = tokenizer.encode(data.draw(st.sampled_from(CORPUS)), add_special_tokens=False)
+    decoder = decoder_of(family, kind)
+    stream = decoder.open([], skip_special=True)
+    sent = 0
+    totals: list[int] = []
+    for token_id in token_ids:
+        pieces = decoder.decode([Chunk(stream, [token_id])])[0]
+        assert pieces is not None and "\ufffd" not in pieces[0]
+        sent += len(pieces[0])
+        totals.append(sent)
+    for at in range(len(token_ids)):
+        whole = tokenizer.decode(token_ids[: at + 1])
+        certain = len(whole.rstrip("\ufffd"))
+        assert totals[at] >= certain or totals[min(at + 3, len(totals) - 1)] >= len(whole)
+
+
+class Counting:
+    """Counts the ids that a tokenizer is made to decode."""
+
+    def __init__(self, inner: HFTokenizer) -> None:
+        self._inner = inner
+        self.decoded_ids = 0
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def decode_batch(self, rows: list[list[int]], *, skip_special_tokens: bool = True) -> list[str]:
+        self.decoded_ids += sum(map(len, rows))
+        self.calls += 1
+        return self._inner.decode_batch(rows, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), llama2()], ids=["byte_level", "llama2"])
+@pytest.mark.parametrize("byte", [0x94, 0xE2, 0xF0, 0xFF])
+def test_garbage_costs_what_its_first_tokens_cost(tokenizer: HFTokenizer, byte: int) -> None:
+    spelled = [name for name in (f"<0x{byte:02X}>",) if tokenizer.token_to_id(name) is not None]
+    if spelled:
+        junk = tokenizer.token_to_id(spelled[0])
+    else:
+        table = build_table(tokenizer)
+        assert table is not None
+        junk = next(i for i, raw in table.parts.items() if raw == bytes([byte]))
+    assert junk is not None
+    counting = Counting(tokenizer)
+    decoder = WindowDecoder(counting)  # type: ignore[arg-type]
+    stream = decoder.open([], skip_special=True)
+    text = ""
+    costs: list[int] = []
+    for _ in range(2000):
+        before = counting.decoded_ids
+        pieces = decoder.decode([Chunk(stream, [junk])])[0]
+        assert pieces is not None
+        text += pieces[0]
+        costs.append(counting.decoded_ids - before)
+        assert len(stream.context) <= 12 and len(stream.pending) <= 3
+    assert sum(costs[-100:]) <= sum(costs[20:120])
+    assert len(text) >= 1999
+    assert text + decoder.flush(stream) == "\ufffd" * 2000
+
+
+def test_a_drain_is_two_batch_decodes_whatever_its_size() -> None:
+    counting = Counting(byte_level())
+    decoder = WindowDecoder(counting)  # type: ignore[arg-type]
+    streams = [decoder.open([1, 2, 3], skip_special=True) for _ in range(64)]
+    ids = byte_level().encode("The quick brown fox 🔥 jumps", add_special_tokens=False)
+    calls = counting.calls
+    decoder.decode([Chunk(stream, ids[:3]) for stream in streams])
+    assert counting.calls - calls == 2
+    calls = counting.calls
+    decoder.decode([Chunk(stream, ids[3:4]) for stream in streams])
+    assert counting.calls - calls == 1  # every surr text is known from the step before
+    calls = counting.calls
+    decoder.decode([Chunk(stream, []) for stream in streams])
+    assert counting.calls == calls
+
+
+def test_a_prompt_that_ends_inside_a_character_is_no_part_of_the_output() -> None:
+    tokenizer = byte_level()
+    table = build_table(tokenizer)
+    assert table is not None
+    of_byte = {raw[0]: i for i, raw in table.parts.items() if len(raw) == 1}
+    day = tokenizer.encode("Good day", add_special_tokens=False)
+    for kind in ("window", "bytes"):
+        decoder = decoder_of("byte_level", kind)
+        for cut in (1, 2, 3):
+            tail = [*day, *(of_byte[byte] for byte in "🔥".encode()[:cut])]
+            rest = [of_byte[byte] for byte in "🔥".encode()[cut:]]
+            deltas = stream_text(decoder, rest, [1] * len(rest), tail[-5:], skip=True, per_token=False)
+            assert "".join(deltas) == bytes("🔥".encode()[cut:]).decode("utf-8", "replace")
+
+
+def test_a_byte_run_that_turns_invalid_later_keeps_what_was_right() -> None:
+    """`tokenizers` alone would take back a euro sign that the client has already (ADR 0004)."""
+    tokenizer = gemma_like()
+    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") or 0 for byte in b"\xe2\x82\xac\xff"]
+    assert tokenizer.decode(ids) == "\ufffd" * 4
+    for kind in ("window", "bytes"):
+        deltas = stream_text(decoder_of("gemma_like", kind), ids, [1, 1, 1, 1], [], skip=True, per_token=False)
+        assert "".join(deltas) == "€\ufffd"
+
+
+class Breaking(Counting):
+    """Raises for rows with one certain id."""
+
+    poison = 77
+
+    def decode_batch(self, rows: list[list[int]], *, skip_special_tokens: bool = True) -> list[str]:
+        if any(self.poison in row for row in rows):
+            raise RuntimeError("native code said no")
+        return super().decode_batch(rows, skip_special_tokens=skip_special_tokens)
+
+
+def test_a_row_that_cannot_be_decoded_fails_alone() -> None:
+    decoder = WindowDecoder(Breaking(byte_level()))  # type: ignore[arg-type]
+    good, bad = decoder.open([], skip_special=True), decoder.open([], skip_special=True)
+    ids = byte_level().encode("fox", add_special_tokens=False)
+    assert decoder.decode([Chunk(good, ids), Chunk(bad, [77])]) == [["fox"], None]
+
+
+@given(st.binary(max_size=60), st.data())
+def test_utf8_taken_in_pieces_is_utf8(raw: bytes, data: st.DataObject) -> None:
+    text, pending, at = "", b"", 0
+    while at < len(raw):
+        size = data.draw(st.integers(1, 7))
+        piece, pending = take_utf8(pending, raw[at : at + size])
+        text += piece
+        assert len(pending) <= 3
+        at += size
+    assert text + pending.decode("utf-8", "replace") == raw.decode("utf-8", "replace")
+    assert len(pending.decode("utf-8", "replace")) <= 1
