@@ -1,0 +1,42 @@
+"""Servers for the end-to-end tests. The shared ones start once a session: starting costs seconds, asking does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Server
+
+StartServer = Callable[..., Server]
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[StartServer]:
+    """`start_server("sim", "--drain-timeout", "1")` for a server of one's own; ready unless `wait=False`."""
+    servers: list[Server] = []
+
+    def start(*args: str, wait: bool = True, env: dict[str, str] | None = None) -> Server:
+        server = Server(*args, log_dir=tmp_path / f"logs-{len(servers)}", env=env)
+        servers.append(server)
+        return server.wait_ready() if wait else server
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def sim_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`--model sim` with the default tokenizer: the answer is the prompt's ids, over and over."""
+    with Server("sim", "--max-num-seqs", "64", log_dir=tmp_path_factory.mktemp("sim-logs")) as server:
+        yield server.wait_ready()
+
+
+@pytest.fixture(scope="session")
+def smollm2_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """SmolLM2-135M in float32."""
+    args = ("smollm2-135m", "--dtype", "float32", "--max-model-len", "2048", "--kv-cache-memory", "512MiB")
+    with Server(*args, log_dir=tmp_path_factory.mktemp("smollm2-logs")) as server:
+        yield server.wait_ready(240.0)
