@@ -6,6 +6,7 @@ which it stores as a tensor of factors) is put back here; anything that cannot b
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from collections.abc import Sequence
@@ -62,13 +63,12 @@ class Fields:
 
 def shortest_float(value: float) -> float:
     """The shortest decimal with the same 32-bit float: 1e-05 for 9.999999747378752e-06."""
-    if not math.isfinite(value):
-        return value
     packed = struct.pack("<f", value)
     for digits in range(1, 10):
         candidate = float(f"{value:.{digits}g}")
-        if struct.pack("<f", candidate) == packed:
-            return candidate
+        with contextlib.suppress(OverflowError):  # rounded up past the largest 32-bit float
+            if struct.pack("<f", candidate) == packed:
+                return candidate
     return value
 
 
