@@ -72,6 +72,7 @@ class Scheduler:
 
     @property
     def num_steps(self) -> int:
+        """Steps with rows; a plan that only drops state does not count."""
         return self._num_steps
 
     @property
@@ -133,13 +134,13 @@ class Scheduler:
     def schedule(self, now_ns: int) -> StepPlan:
         """Plans the next step: running requests first, then waiting ones while tokens, seats and blocks last."""
         assert self._in_flight is None, "the last step was not updated"
-        self._num_steps += 1
-        plan = StepPlan(self._num_steps, [], [], [])
+        plan = StepPlan(self._num_steps + 1, [], [], [])
         preemptions = self.counters.preemptions
         budget = self._schedule_running(plan)
         if self.counters.preemptions == preemptions:
             self._schedule_waiting(plan, budget, now_ns)
         plan.dropped, self._dropped = self._dropped, []
+        self._num_steps += bool(plan.rows)
         self._in_flight = plan
         return plan
 

@@ -1,0 +1,134 @@
+"""The engine process: loads the model, then turns messages from api and detok into one `TokenBatch` a step.
+
+Started by the supervisor through `nanoserve.child`. The loop never waits for a peer: sending queues in memory, and
+the only blocking call is the receive of an engine that has nothing to compute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from nanoserve.config import SchedulerConfig, ServerConfig
+from nanoserve.engine.core import EngineCore
+from nanoserve.engine.stats import StatusLine
+from nanoserve.hub.model_files import read_model_files
+from nanoserve.ipc.channels import Inbox, Outbox
+from nanoserve.ipc.endpoints import Endpoints
+from nanoserve.ipc.link import ProcessLink, Watchdog
+from nanoserve.ipc.messages import EngineFacts, EngineInbox, TokenBatch
+from nanoserve.sched.admission import SchedulerLimits
+from nanoserve.sched.plan import Executor, StepPlan, StepResult
+from nanoserve.sched.scheduler import Scheduler
+
+HEARTBEAT_NS = 1_000_000_000
+# How long a step may take before it counts as late: slow CPUs compute some tens of prompt tokens a second, and the
+# first step with a new shape may compile or fault memory in.
+STEP_LIMIT_S = 10.0
+TOKEN_LIMIT_S = 0.05
+
+
+class WatchedExecutor:
+    """An executor whose steps are declared to the watchdog, so that a stall names its plan."""
+
+    def __init__(self, executor: Executor, watchdog: Watchdog) -> None:
+        self._executor = executor
+        self._watchdog = watchdog
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        num_tokens = sum(row.num_tokens for row in plan.rows)
+        what = f"step {plan.step}: {len(plan.rows)} rows, {num_tokens} tokens"
+        with self._watchdog.busy(what, STEP_LIMIT_S + TOKEN_LIMIT_S * num_tokens):
+            return self._executor.execute(plan)
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def run(config: ServerConfig, model_dir: Path, endpoints: Endpoints, link: ProcessLink) -> None:
+    """Runs until the link asks for the end. The inbox is bound before the model is loaded: what comes early waits."""
+    context: zmq.Context[Any] = zmq.Context()
+    inbox: Inbox[EngineInbox] = Inbox(context, endpoints.engine(link.index), EngineInbox, wake_fd=link.stop_fd)
+    outbox = Outbox(context, endpoints.detok())
+    try:
+        executor, facts, eos_token_ids = load_executor(config, model_dir, link.stage)
+        scheduler = Scheduler(scheduler_limits(config.scheduler, facts), eos_token_ids)
+        core = EngineCore(
+            scheduler,
+            WatchedExecutor(executor, link.watchdog),
+            inbox,
+            engine_index=link.index,
+            incarnation=link.incarnation,
+            clock=time.monotonic_ns,
+        )
+        link.ready(facts)
+        serve(core, inbox, outbox, link, StatusLine(config.obs.stats_interval, time.monotonic_ns()))
+    finally:
+        inbox.close()
+        outbox.close()
+        context.term()
+
+
+def serve(core: EngineCore, inbox: Inbox[EngineInbox], outbox: Outbox, link: ProcessLink, status: StatusLine) -> None:
+    """The loop: receive, tell what is new, compute a step, tell what it gave."""
+    beat_ns = time.monotonic_ns()
+
+    def send(batch: TokenBatch | None) -> None:
+        if batch is not None:
+            begin_ns = time.monotonic_ns()
+            outbox.send(batch)
+            core.counters.send_seconds += (time.monotonic_ns() - begin_ns) / 1e9
+
+    while not link.stop_requested:
+        link.watchdog.feed()
+        if not core.has_work:
+            with link.watchdog.idle():
+                inbox.wait(max(0, beat_ns + HEARTBEAT_NS - time.monotonic_ns()) // 1_000_000 + 1)
+        core.receive()
+        send(core.take_news())  # admissions are told before the step that may take long
+        if core.has_work:
+            send(core.step())
+        now_ns = time.monotonic_ns()
+        if now_ns - beat_ns >= HEARTBEAT_NS:
+            beat_ns = now_ns
+            status.update(core.stats(), now_ns)
+            if not core.has_work:
+                send(core.heartbeat())
+    send(core.shut_down())
+
+
+def load_executor(
+    config: ServerConfig, model_dir: Path, progress: Callable[[str, float], None]
+) -> tuple[Executor, EngineFacts, tuple[int, ...]]:
+    """The executor, what it found out about itself, and the model's EOS ids. StartupError when it cannot be made.
+
+    The runner is imported here only: `sim` needs no torch.
+    """
+    files = read_model_files(model_dir, need_weights=not config.is_sim and config.model.load_format != "dummy")
+    if config.is_sim:
+        from nanoserve.runner.sim import create_sim_executor
+
+        executor, facts = create_sim_executor(config, files.vocab_size)
+        return executor, facts, files.eos_token_ids
+    from nanoserve.runner.executor import create_executor
+
+    executor, facts = create_executor(config, model_dir, progress)
+    return executor, facts, files.eos_token_ids
+
+
+def scheduler_limits(config: SchedulerConfig, facts: EngineFacts) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_queued=config.max_num_queued,
+        max_model_len=facts.max_model_len,
+        num_blocks=facts.num_blocks,
+        block_size=facts.block_size,
+        vocab_size=facts.vocab_size,
+        policy=config.scheduling_policy,
+        prefix_cache=config.prefix_cache,
+    )

@@ -1,0 +1,211 @@
+"""Whatever arrives and whatever is aborted: books in order after each step, nobody lost or doubled, outputs exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanoserve.errors import RequestError
+from nanoserve.ipc.messages import AbortCause, Finished, FinishReason
+from nanoserve.sched.request import StepOutput, TokenRow
+from nanoserve.sched.scheduler import Scheduler
+from tests.factories import EOS, make_limits, make_request, run_to_end
+from tests.fakes import FakeExecutor
+
+VOCAB = 13
+
+
+@dataclass
+class Ask:
+    """One request of a scenario and when things happen to it."""
+
+    prompt: list[int]
+    sampling: dict[str, Any]
+    priority: int
+    arrival_step: int
+    abort_step: int | None
+    abort_in_flight: bool
+    salt: str
+    resume_after: int
+
+
+@dataclass
+class Story:
+    """All that was ever said about one request."""
+
+    output: list[int] = field(default_factory=list)
+    scores: list[Any] = field(default_factory=list)
+    prompt_scores: list[Any] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+
+    def take_row(self, row: TokenRow) -> None:
+        assert not self.finished, "a row after the terminal record"
+        assert row.first_index == len(self.output), "a gap or a repeat in the output"
+        assert row.token_ids
+        self.output += row.token_ids
+        self.scores += row.scores or []
+
+
+@st.composite
+def asks(draw: st.DrawFn) -> Ask:
+    shared = draw(st.sampled_from([[], [2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 9, 9, 9, 9, 9]]))
+    prompt = shared + draw(st.lists(st.integers(0, VOCAB - 1), min_size=0 if shared else 1, max_size=12))
+    sampling = {
+        "max_tokens": draw(st.integers(0, 14)),
+        "min_tokens": draw(st.integers(0, 5)),
+        "seed": draw(st.integers(0, 3)),
+        "ignore_eos": draw(st.booleans()),
+        "stop_token_ids": draw(st.sampled_from([(), (3,), (4, EOS)])),
+        "logprobs": draw(st.sampled_from([None, None, 0])),
+        "prompt_logprobs": draw(st.sampled_from([None, None, 0])),
+    }
+    return Ask(
+        prompt,
+        sampling,
+        priority=draw(st.integers(0, 2)),
+        arrival_step=draw(st.integers(0, 12)),
+        abort_step=draw(st.none() | st.integers(0, 25)),
+        abort_in_flight=draw(st.booleans()),
+        salt=draw(st.sampled_from(["", "", "s"])),
+        resume_after=draw(st.sampled_from([0, 0, 0, 1, 4])),
+    )
+
+
+limit_choices = st.fixed_dictionaries(
+    {
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.integers(1, 16),
+        "max_num_queued": st.sampled_from([100, 100, 2]),
+        "max_model_len": st.integers(8, 40),
+        "num_blocks": st.integers(4, 24),
+        "block_size": st.integers(1, 5),
+        "vocab_size": st.just(VOCAB),
+        "policy": st.sampled_from(["fcfs", "priority"]),
+        "prefix_cache": st.booleans(),
+    }
+)
+
+
+def solo(ask: Ask, limits: dict[str, Any]) -> tuple[Story, RequestError | None]:
+    """The same request alone on an idle engine with all the memory it wants."""
+    context_len = make_limits(**limits).context_len
+    roomy = replace(make_limits(block_size=4, vocab_size=VOCAB), max_model_len=context_len, prefix_cache=False)
+    scheduler, executor = Scheduler(roomy, (EOS,)), FakeExecutor(4, VOCAB)
+    story = Story()
+    try:
+        scheduler.add(make_request(1, ask.prompt, **ask.sampling), 0)
+    except RequestError as error:
+        return story, error
+    tell({1: story}, run_to_end(scheduler, executor))
+    return story, None
+
+
+def tell(stories: dict[int, Story], output: StepOutput) -> None:
+    for row in output.rows:
+        stories[row.request_id].take_row(row)
+    for prompt in output.prompt_scores:
+        assert not stories[prompt.request_id].prompt_scores, "prompt scores twice"
+        stories[prompt.request_id].prompt_scores = prompt.scores
+    for finished in output.finished:
+        stories[finished.request_id].finished.append(finished)
+
+
+class Scenario:
+    """Plays the asks against one scheduler and checks it after each step."""
+
+    def __init__(self, asked: list[Ask], limits: dict[str, Any], tokens_per_row: int) -> None:
+        self.asks = dict(enumerate(asked, start=1))
+        self.alone = {request_id: solo(ask, limits) for request_id, ask in self.asks.items()}
+        self.scheduler = Scheduler(make_limits(**limits), (EOS,))
+        self.executor = FakeExecutor(
+            limits["block_size"], VOCAB, tokens_per_row=lambda position: 1 + position % tokens_per_row
+        )
+        self.stories: dict[int, Story] = {}
+        self.refused: dict[int, RequestError] = {}
+
+    def play(self) -> None:
+        step = 0
+        while self.scheduler.has_work or any(ask.arrival_step >= step for ask in self.asks.values()):
+            self._arrive(step)
+            self._abort(step, in_flight=False)
+            plan = self.scheduler.schedule(step)
+            assert sum(row.num_tokens for row in plan.rows) <= self.scheduler.limits.max_num_batched_tokens
+            assert len(plan.rows) <= self.scheduler.limits.max_num_seqs
+            assert plan.rows or not self.scheduler.num_running + self.scheduler.num_waiting, "nobody gets on"
+            self.scheduler.check_invariants()
+            result = self.executor.execute(plan)
+            self._abort(step, in_flight=True)
+            self.scheduler.check_invariants()
+            tell(self.stories, self.scheduler.update(plan, result, step))
+            self.scheduler.check_invariants()
+            step += 1
+            assert step < 3000, "no end"
+
+    def _arrive(self, step: int) -> None:
+        for request_id, ask in self.asks.items():
+            if ask.arrival_step != step:
+                continue
+            earlier = self.alone[request_id][0].output[: ask.resume_after]
+            request = make_request(
+                request_id,
+                ask.prompt,
+                output=earlier,
+                priority=ask.priority,
+                cache_salt=ask.salt,
+                arrival_ns=step,
+                **ask.sampling,
+            )
+            self.stories[request_id] = Story(list(earlier), list(self.alone[request_id][0].scores[: len(earlier)]))
+            try:
+                finished = self.scheduler.add(request, step)
+            except RequestError as error:
+                self.refused[request_id] = error
+            else:
+                tell(self.stories, StepOutput(finished=[finished] if finished else []))
+
+    def _abort(self, step: int, *, in_flight: bool) -> None:
+        ids = [i for i, ask in self.asks.items() if ask.abort_step == step and ask.abort_in_flight == in_flight]
+        finished = self.scheduler.abort(ids, AbortCause.CLIENT_GONE, step)
+        assert self.scheduler.abort(ids, AbortCause.CLIENT_GONE, step) == []
+        tell(self.stories, StepOutput(finished=finished))
+
+    def check(self) -> None:
+        assert self.scheduler.tables.pool.num_used == 0
+        assert self.executor.states == {}
+        for request_id, ask in self.asks.items():
+            story, (alone, refusal) = self.stories[request_id], self.alone[request_id]
+            if request_id in self.refused:
+                error = self.refused[request_id]
+                assert error.status == 503 or (refusal is not None and refusal.status == error.status)
+                assert not story.finished
+                continue
+            assert refusal is None
+            assert len(story.finished) == 1, f"{len(story.finished)} terminal records"
+            end = story.finished[0]
+            assert end.num_output_tokens == len(story.output)
+            assert end.num_prompt_tokens == len(ask.prompt)
+            if end.reason is FinishReason.ABORT:
+                assert ask.abort_step is not None
+                assert story.output == alone.output[: len(story.output)]
+                continue
+            solo_end = alone.finished[0]
+            assert story.output == alone.output
+            assert story.scores == alone.scores
+            assert (end.reason, end.stop_token_id, end.is_eos) == (
+                solo_end.reason,
+                solo_end.stop_token_id,
+                solo_end.is_eos,
+            )
+            if not ask.resume_after or not alone.output:
+                assert story.prompt_scores == alone.prompt_scores
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(asks(), min_size=1, max_size=10), limit_choices, st.integers(1, 3))
+def test_every_output_equals_the_solo_run(asked: list[Ask], limits: dict[str, Any], tokens_per_row: int) -> None:
+    scenario = Scenario(asked, limits, tokens_per_row)
+    scenario.play()
+    scenario.check()
