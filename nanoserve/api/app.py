@@ -1,0 +1,94 @@
+"""The aiohttp application: routes, and one middleware that turns every outcome into our envelope and headers.
+
+Owner process: api. `build_app` wires, `process` runs it; tests run it over in-memory or fake peers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from nanoserve.api import ops
+from nanoserve.api.chat import create_chat_completion
+from nanoserve.api.completions import create_completion
+from nanoserve.api.context import CONTEXT, ApiContext
+from nanoserve.api.errors import Unavailable, envelope_bytes, http_error
+from nanoserve.api.http import REQUEST_ID_HEADER, request_label
+from nanoserve.errors import RequestError
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+LABEL = web.RequestKey("label", str)
+_HTTP_WORDS = {
+    404: "There is nothing at this path.",
+    405: "This path does not take this method.",
+    413: "The request body is too large.",
+}
+
+
+def error_response(error: RequestError) -> web.Response:
+    headers = {}
+    if isinstance(error, Unavailable):
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    return web.Response(
+        body=envelope_bytes(error), status=error.status, content_type="application/json", headers=headers
+    )
+
+
+@web.middleware
+async def outcome_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors to envelopes, the request id to a header, the outcome to a counter."""
+    label = request_label(request)
+    request[LABEL] = label
+    context = request.app[CONTEXT]
+    try:
+        response = await handler(request)
+    except RequestError as error:
+        response = error_response(error)
+    except web.HTTPException as error:
+        words = _HTTP_WORDS.get(error.status, error.reason)
+        response = error_response(http_error(error.status, words))
+        for name in ("Allow", "Location"):
+            if name in error.headers:
+                response.headers[name] = error.headers[name]
+    except Exception:
+        # this request alone is at fault or unlucky; the loop and its neighbours go on
+        log.exception("request %s failed inside the server", label)
+        response = error_response(http_error(500, "Internal server error."))
+    resource = request.match_info.route.resource
+    route = "other" if resource is None else resource.canonical
+    context.metrics.responses[route, f"{response.status // 100}xx"] += 1
+    return response
+
+
+async def _set_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Runs before the headers of any response go out, streams included."""
+    label = request.get(LABEL)
+    if label is not None:
+        response.headers[REQUEST_ID_HEADER] = label
+
+
+def build_app(context: ApiContext) -> web.Application:
+    app = web.Application(middlewares=[outcome_middleware], client_max_size=context.config.api.max_body_bytes)
+    app[CONTEXT] = context
+    app.on_response_prepare.append(_set_request_id)
+    add_get, add_post = app.router.add_get, app.router.add_post
+    add_post("/v1/completions", create_completion)
+    add_post("/v1/chat/completions", create_chat_completion)
+    add_get("/v1/models", ops.list_models)
+    add_get("/v1/models/{name:.+}", ops.get_model)
+    add_get("/health", ops.health)
+    add_get("/ping", ops.health)
+    add_get("/ready", ops.ready)
+    add_get("/version", ops.version)
+    add_get("/metrics", ops.metrics)
+    add_get("/server_info", ops.server_info)
+    add_get("/get_server_info", ops.server_info)
+    for prefix in ("", "/v1"):
+        add_post(f"{prefix}/tokenize", ops.tokenize)
+        add_post(f"{prefix}/detokenize", ops.detokenize)
+    return app

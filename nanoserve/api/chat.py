@@ -1,0 +1,192 @@
+"""POST /v1/chat/completions: messages in, an assistant's message out, unary or streamed.
+
+Owner process: api. Rendering and encoding run off the event loop; rendered text is encoded without adding special
+tokens, because the template has written them already.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from nanoserve.api import logprobs as shapes
+from nanoserve.api import sse
+from nanoserve.api.context import CONTEXT, ApiContext
+from nanoserve.api.http import new_id, read_body, warning_headers
+from nanoserve.api.jobs import build_requests
+from nanoserve.api.model import ServedModel
+from nanoserve.api.prompt import EncodedPrompt, Prompt, encode_prompts, normal_messages
+from nanoserve.api.respond import Job, respond
+from nanoserve.api.results import Choice, UsageCounter, failed_events, finish_reason, stop_reason
+from nanoserve.api.schemas import BodyDecoder, ChatBody
+from nanoserve.api.stream import Piece, RequestStream
+from nanoserve.api.validation import Checker, ValidRequest
+from nanoserve.errors import RequestError
+
+_DECODER = BodyDecoder(ChatBody)
+_MAX_KWARGS = 64
+
+
+async def create_chat_completion(request: web.Request) -> web.StreamResponse:
+    context = request.app[CONTEXT]
+    checker = context.require_checker()
+    model = context.lifecycle.require_model()
+    decoded = _DECODER.decode(await read_body(request), strict=context.config.api.strict_params)
+    body = decoded.body
+    checker.check_model_name(body.model)
+    valid, num_top, clip = _check(checker, body)
+    prompt = await encode_chat(context, model, body, valid.truncate)
+    requests = build_requests(valid, [prompt], model, context.seeds, fallback_max_tokens=None, clip=clip)
+    form = ChatFormat(valid, prompt, model, response_id=new_id("chatcmpl"), num_top=num_top)
+    job = Job(
+        requests=requests,
+        stream=valid.stream,
+        timeout_s=valid.timeout_s,
+        queue_timeout_s=valid.queue_timeout_s,
+        headers=warning_headers(decoded.unknown_keys),
+    )
+    return await respond(request, context, job, form)
+
+
+def _check(checker: Checker, body: ChatBody) -> tuple[ValidRequest, int | None, bool]:
+    """Checked fields, how many top logprobs are shown (None: no logprobs), and whether max_tokens is a mere bound."""
+    top = checker.check_logprobs("top_logprobs", body.top_logprobs)
+    if top and not body.logprobs:
+        raise RequestError("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
+    num_top = (top or 0) if body.logprobs else None
+    bound = body.max_completion_tokens
+    valid = checker.check(body, max_tokens=bound if bound is not None else body.max_tokens, logprobs=num_top)
+    return valid, num_top, bound is not None
+
+
+async def render_chat(
+    context: ApiContext,
+    model: ServedModel,
+    messages: list[dict[str, Any]] | None,
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    kwargs: dict[str, Any] | None,
+) -> str:
+    """The prompt text of these messages. RequestError for messages or arguments the template cannot take."""
+    normal = normal_messages(messages)
+    if model.template is None:
+        raise RequestError("This model has no chat template; use /v1/completions.", param="messages")
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
+            param="continue_final_message",
+        )
+    if kwargs and (len(kwargs) > _MAX_KWARGS or not all(key.isidentifier() for key in kwargs)):
+        raise RequestError("`chat_template_kwargs` must be a few names with values.", param="chat_template_kwargs")
+    default_prompt = not continue_final_message
+    render = partial(
+        model.template.render,
+        normal,
+        add_generation_prompt=default_prompt if add_generation_prompt is None else add_generation_prompt,
+        continue_final_message=bool(continue_final_message),
+        kwargs=kwargs,
+    )
+    return await context.lifecycle.require_encoder().run(render)
+
+
+async def encode_chat(context: ApiContext, model: ServedModel, body: ChatBody, truncate: int | None) -> EncodedPrompt:
+    """The prompt of a chat request, as ids equal to the template's own tokenization."""
+    text = await render_chat(
+        context,
+        model,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        kwargs=body.chat_template_kwargs,
+    )
+    encoder = context.lifecycle.require_encoder()
+    add_special = body.add_special_tokens is True
+    rows = await encode_prompts([Prompt(text, None)], model, encoder, add_special_tokens=add_special, truncate=truncate)
+    return rows[0]
+
+
+class ChatFormat:
+    """Answers as OpenAI's chat.completion objects and chunks."""
+
+    def __init__(
+        self,
+        valid: ValidRequest,
+        prompt: EncodedPrompt,
+        model: ServedModel,
+        *,
+        response_id: str,
+        num_top: int | None,
+    ) -> None:
+        self._valid = valid
+        self._prompt = prompt
+        self._num_top = num_top
+        self._head: dict[str, Any] = {
+            "id": response_id,
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": model.name,
+            "system_fingerprint": model.fingerprint,
+        }
+        self._frames = sse.ChatFrames(
+            response_id=response_id, created=self._head["created"], model=model.name, fingerprint=model.fingerprint
+        )
+        self._usage = UsageCounter(len(prompt.ids), valid.n)
+        self._started: set[int] = set()
+
+    def frames(self, stream: RequestStream, piece: Piece) -> bytes:
+        index = stream.index
+        self._usage.note(index, piece.num_output_tokens, piece.finished)
+        usage = self._usage.totals() if self._valid.continuous_usage else None
+        frame = b""
+        if index not in self._started:
+            self._started.add(index)
+            first = {"prompt_token_ids": self._prompt.ids} if self._valid.return_token_ids else None
+            frame = self._frames.role(index, extras=first, usage=usage)
+        shown = self._logprobs(piece.logprobs) if piece.logprobs else None
+        extras = {"token_ids": list(piece.token_ids)} if self._valid.return_token_ids and piece.token_ids else None
+        if piece.text or shown or extras:
+            frame += self._frames.content(index, piece.text, logprobs=shown, extras=extras, usage=usage)
+        if piece.finished is not None:
+            reason, stop = finish_reason(piece.finished), stop_reason(piece.finished)
+            frame += self._frames.finish(index, reason, stop, usage=usage)
+        return frame
+
+    def closing(self) -> bytes:
+        return (self._frames.usage(self._usage.totals()) if self._valid.include_usage else b"") + sse.DONE
+
+    def failed(self, error: RequestError) -> bytes:
+        return failed_events(error)
+
+    def body(self, choices: list[Choice]) -> bytes:
+        shown = []
+        for choice in choices:
+            self._usage.note(choice.index, len(choice.token_ids), choice.finished)
+            shown.append(self._choice(choice))
+        answer = {**self._head, "choices": shown, "usage": self._usage.totals()}
+        if choices[0].prompt_logprobs is not None:
+            answer["prompt_logprobs"] = shapes.prompt_logprobs(choices[0].prompt_logprobs)
+        if self._valid.return_token_ids:
+            answer["prompt_token_ids"] = self._prompt.ids
+        return msgspec.json.encode(answer)
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        shown: dict[str, Any] = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": finish_reason(choice.record),
+            "stop_reason": stop_reason(choice.record),
+        }
+        if self._valid.return_token_ids:
+            shown["token_ids"] = choice.token_ids
+        return shown
+
+    def _logprobs(self, tokens: Any) -> dict[str, Any] | None:
+        if self._num_top is None:
+            return None
+        return shapes.chat_logprobs(tokens, as_ids=self._valid.tokens_as_ids, num_top=self._num_top)

@@ -1,0 +1,43 @@
+"""What handlers of one api process share, wired once by `process`.
+
+Owner process: api. Each part owns its own state; this only holds them together.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from nanoserve.api.admission import Admission
+from nanoserve.api.engine_client import EngineClient
+from nanoserve.api.lifecycle import Lifecycle
+from nanoserve.api.metrics import Metrics
+from nanoserve.api.pacing import Pacer
+from nanoserve.api.validation import Checker
+from nanoserve.config import ServerConfig
+
+
+@dataclass(slots=True, kw_only=True)
+class ApiContext:
+    config: ServerConfig
+    client: EngineClient
+    lifecycle: Lifecycle
+    admission: Admission
+    metrics: Metrics
+    pacer: Pacer
+    seeds: random.Random
+    clock_s: Callable[[], float] = field(default=time.monotonic)
+    checker: Checker | None = None  # set when the model is loaded
+
+    def require_checker(self) -> Checker:
+        """Unavailable while the model loads, drains or has failed."""
+        self.lifecycle.require_ready()
+        assert self.checker is not None  # set before readiness
+        return self.checker
+
+
+CONTEXT = web.AppKey("context", ApiContext)

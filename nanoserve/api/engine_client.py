@@ -1,0 +1,241 @@
+"""The api process's end of the ring: submits requests, dispatches text, resumes requests on a new engine.
+
+Owner process: api. Owns the one dict of live requests. `process` feeds `deliver` with what the inbox brings; handlers
+call `submit` and `abort`. Delivery is idempotent by absolute offsets: repeats are dropped, a gap ends that request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from nanoserve.api.stream import Outlet, RequestStream, StreamGapError
+from nanoserve.ipc.columns import pack_ids, unpack_ids
+from nanoserve.ipc.ids import RequestIdAllocator
+from nanoserve.ipc.messages import (
+    AbortCause,
+    AbortRequest,
+    AddRequest,
+    EngineInbox,
+    Failure,
+    Finished,
+    FinishReason,
+    Release,
+    SamplingParams,
+    TextBatch,
+    TextFinished,
+    TextSpec,
+    TokenText,
+)
+
+DEADLINE_WORD = "timeout"  # stop_reason of a request that its deadline ended
+
+
+@dataclass(slots=True)
+class ClientCounters:
+    """Counted, never silent."""
+
+    submitted: int = 0
+    finished: int = 0
+    aborted: int = 0
+    late_rows: int = 0
+    repeated_rows: int = 0
+    gaps: int = 0
+    resubmitted: int = 0
+
+
+class LatencySink:
+    """What `EngineClient` tells about time; `metrics` implements it. Seconds."""
+
+    def first_token(self, seconds: float) -> None: ...
+
+    def inter_token(self, seconds: float, num_tokens: int) -> None: ...
+
+    def finished(self, record: Finished, seconds: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """One single request, ready for the engine but for its id."""
+
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    text: TextSpec
+    priority: int = 0
+    cache_salt: str = ""
+    index: int = 0  # of the choice in its response
+    interval: int = 1  # tokens between frames
+
+
+class EngineClient:
+    """Live requests by id. `send` queues one message to the engine and never blocks."""
+
+    def __init__(
+        self,
+        ids: RequestIdAllocator,
+        send: Callable[[EngineInbox], object],
+        clock_ns: Callable[[], int],
+        latency: LatencySink | None = None,
+    ) -> None:
+        self.counters = ClientCounters()
+        self._ids = ids
+        self._send = send
+        self._clock_ns = clock_ns
+        self._latency = latency or LatencySink()
+        self._live: dict[int, RequestStream] = {}
+        self._ending: set[int] = set()  # aborted by us, terminal record still to come
+        self._engine_incarnation = 0
+        self._encode_text_spec = msgspec.msgpack.Encoder().encode
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_ending(self) -> int:
+        return len(self._ending)
+
+    def submit(self, new: NewRequest, outlet: Outlet) -> RequestStream:
+        """Sends the request to the engine; its output arrives in `outlet`."""
+        request = AddRequest(
+            request_id=self._ids.next(),
+            prompt_token_ids=pack_ids(new.prompt_token_ids),
+            sampling=new.sampling,
+            text_spec=self._encode_text_spec(new.text),
+            priority=new.priority,
+            cache_salt=new.cache_salt,
+            arrival_ns=self._clock_ns(),
+        )
+        stream = RequestStream(request, outlet, index=new.index, interval=new.interval)
+        self._live[request.request_id] = stream
+        self.counters.submitted += 1
+        self._send(request)
+        return stream
+
+    def abort(self, streams: Iterable[RequestStream], cause: AbortCause) -> None:
+        """Ends those that still live; one message. Safe to call for finished ones and twice."""
+        request_ids = [s.request_id for s in streams if self._live.pop(s.request_id, None) is not None]
+        if not request_ids:
+            return
+        self._ending.update(request_ids)
+        self.counters.aborted += len(request_ids)
+        self._send(AbortRequest(request_ids=request_ids, cause=cause))
+
+    def expire(self, streams: Iterable[RequestStream]) -> None:
+        """Ends those that still live at their deadline: what they have is the answer."""
+        late = [stream for stream in streams if stream.request_id in self._live]
+        self.abort(late, AbortCause.DEADLINE)
+        for stream in late:
+            ended = Finished(
+                request_id=stream.request_id,
+                reason=FinishReason.ABORT,
+                num_output_tokens=len(stream.output_ids),
+            )
+            stream.finish(TextFinished(ended, stop_string=DEADLINE_WORD))
+
+    def deliver(self, batch: TextBatch) -> None:
+        """Dispatches one drained batch: rows first, then terminal records, then one Release for all of them."""
+        self.note_engine(batch.engine_incarnation)
+        for accepted in batch.accepted:
+            if (stream := self._live.get(accepted.request_id)) is not None:
+                stream.accept(accepted.queue_position)
+        for prompt in batch.prompt_logprobs:
+            if (stream := self._live.get(prompt.request_id)) is not None:
+                stream.push_prompt_logprobs(prompt.tokens)
+        if batch.request_ids:
+            self._deliver_rows(batch)
+        if batch.finished:
+            for record in batch.finished:
+                self._finish(record)
+            self._send(Release(request_ids=[record.finished.request_id for record in batch.finished]))
+
+    def note_engine(self, incarnation: int) -> None:
+        """Called with every incarnation number seen; a higher one means the old engine's requests are gone."""
+        if incarnation <= self._engine_incarnation:
+            return
+        is_first = self._engine_incarnation == 0
+        self._engine_incarnation = incarnation
+        if not is_first:
+            self.resubmit_all()
+
+    def resubmit_all(self) -> None:
+        """Hands every live request to a new engine with the ids that are already here."""
+        self._ending.clear()
+        for stream in self._live.values():
+            self._send(msgspec.structs.replace(stream.request, output_token_ids=pack_ids(stream.output_ids)))
+            self.counters.resubmitted += 1
+
+    def fail_all(self, failure: Failure) -> None:
+        """Gives every live request a terminal record of our own making (the server is about to end)."""
+        for stream in list(self._live.values()):
+            self._end_with(stream, failure)
+
+    def _deliver_rows(self, batch: TextBatch) -> None:
+        now_ns = self._clock_ns()
+        ids = unpack_ids(batch.token_ids)
+        logprobs = {row.row: row.tokens for row in batch.logprobs} if batch.logprobs else {}
+        start = 0
+        for row, request_id in enumerate(batch.request_ids):
+            end = start + batch.num_tokens[row]
+            stream = self._live.get(request_id)
+            if stream is None:
+                self.counters.late_rows += 1
+            else:
+                self._push(
+                    stream,
+                    batch.deltas[row],
+                    batch.char_offset[row],
+                    batch.first_index[row],
+                    ids[start:end],
+                    logprobs.get(row) if logprobs else None,
+                    now_ns,
+                )
+            start = end
+
+    def _push(
+        self,
+        stream: RequestStream,
+        delta: str,
+        char_offset: int,
+        first_index: int,
+        ids: list[int],
+        logprobs: list[TokenText] | None,
+        now_ns: int,
+    ) -> None:
+        try:
+            num_new = stream.push_row(delta, char_offset, first_index, ids, logprobs)
+        except StreamGapError:
+            self.counters.gaps += 1
+            self.abort([stream], AbortCause.CLIENT_GONE)
+            self._end_with(
+                stream, Failure(status=500, message="A part of the output was lost.", error_type="server_error")
+            )
+            return
+        if num_new <= 0:
+            self.counters.repeated_rows += num_new < 0
+            return
+        if stream.first_ns:
+            self._latency.inter_token((now_ns - stream.last_ns) * 1e-9 / num_new, num_new)
+        else:
+            stream.first_ns = now_ns
+            self._latency.first_token((now_ns - stream.submitted_ns) * 1e-9)
+        stream.last_ns = now_ns
+
+    def _finish(self, record: TextFinished) -> None:
+        request_id = record.finished.request_id
+        stream = self._live.pop(request_id, None)
+        if stream is None:
+            if request_id in self._ending:
+                self._ending.discard(request_id)
+            else:
+                self.counters.late_rows += 1
+            return
+        self.counters.finished += 1
+        self._latency.finished(record.finished, (self._clock_ns() - stream.submitted_ns) * 1e-9)
+        stream.finish(record)
+
+    def _end_with(self, stream: RequestStream, failure: Failure) -> None:
+        self._live.pop(stream.request_id, None)
+        stream.finish(TextFinished(Finished(request_id=stream.request_id, reason=FinishReason.ERROR, failure=failure)))

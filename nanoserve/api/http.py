@@ -1,0 +1,56 @@
+"""Reading requests and writing plain answers: bodies, ids, headers.
+
+Owner process: api. Called by every handler.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from nanoserve.api.errors import http_error
+from nanoserve.api.schemas import header_safe
+from nanoserve.errors import RequestError
+
+REQUEST_ID_HEADER = "X-Request-Id"
+WARNINGS_HEADER = "X-Nanoserve-Warnings"
+_REQUEST_ID = re.compile(r"^[\x21-\x7e]{1,128}$")
+
+
+def new_id(prefix: str) -> str:
+    """A random id for a response; never a key of anything."""
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def request_label(request: web.Request) -> str:
+    """The client's X-Request-Id if it is short and printable, else one of ours. For logs and one header only."""
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    return given if _REQUEST_ID.match(given) else secrets.token_hex(8)
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The whole body. RequestError 400 for another content type or a broken encoding, 413 when it is too large."""
+    if "Content-Type" in request.headers and request.content_type != "application/json":
+        raise RequestError("Unsupported Media Type: Only 'application/json' is allowed")
+    if (request.content_length or 0) > request.client_max_size:
+        raise http_error(413, "The request body is too large.")  # before a byte of it is read
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise
+    except (web.RequestPayloadError, ValueError, EOFError) as error:
+        raise RequestError(f"The body could not be read ({type(error).__name__}).") from None
+
+
+def json_response(payload: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(payload), status=status, content_type="application/json", headers=headers
+    )
+
+
+def warning_headers(unknown_keys: tuple[str, ...]) -> dict[str, str]:
+    return {WARNINGS_HEADER: header_safe(unknown_keys)} if unknown_keys else {}

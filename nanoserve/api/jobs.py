@@ -1,0 +1,53 @@
+"""From checked fields and encoded prompts to single requests for the ring.
+
+Owner process: api. `n` samples of k prompts are k*n requests; index = prompt * n + sample.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from nanoserve.api.engine_client import NewRequest
+from nanoserve.api.model import ServedModel
+from nanoserve.api.prompt import PROMPT_TAIL, EncodedPrompt, fit_max_tokens
+from nanoserve.api.validation import MAX_SEQUENCES, ValidRequest
+from nanoserve.errors import RequestError
+
+
+def build_requests(
+    valid: ValidRequest,
+    prompts: Sequence[EncodedPrompt],
+    model: ServedModel,
+    seeds: random.Random,
+    *,
+    fallback_max_tokens: int | None,
+    clip: bool,
+) -> list[NewRequest]:
+    """One request per choice. RequestError when a prompt and its answer do not fit the context."""
+    requests: list[NewRequest] = []
+    for number, prompt in enumerate(prompts):
+        max_tokens = fit_max_tokens(
+            len(prompt.ids), valid.max_tokens, fallback_max_tokens, model.max_model_len, clip=clip
+        )
+        text = msgspec.structs.replace(valid.text, prompt_tail=tuple(prompt.ids[-PROMPT_TAIL:]))
+        for sample in range(valid.n):
+            requests.append(
+                NewRequest(
+                    prompt_token_ids=prompt.ids,
+                    sampling=valid.child_sampling(sample, max_tokens, seeds),
+                    text=text,
+                    priority=valid.priority,
+                    cache_salt=valid.cache_salt,
+                    index=number * valid.n + sample,
+                    interval=valid.interval,
+                )
+            )
+    return requests
+
+
+def check_num_sequences(num_prompts: int, n: int) -> None:
+    if num_prompts * n > MAX_SEQUENCES:
+        raise RequestError(f"A request may ask for at most {MAX_SEQUENCES} choices in all.", param="n")

@@ -1,0 +1,171 @@
+"""Everything that is not generation: models, health, readiness, version, tokenizer, metrics, server facts.
+
+Owner process: api. Health never waits for the tokenizer's threads or a forward pass.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from nanoserve import __version__
+from nanoserve.api.chat import render_chat
+from nanoserve.api.context import CONTEXT, ApiContext
+from nanoserve.api.http import json_response, read_body
+from nanoserve.api.model import ServedModel
+from nanoserve.api.prompt import refuse_by_length
+from nanoserve.api.schemas import BodyDecoder, DetokenizeBody, TokenizeBody
+from nanoserve.errors import RequestError
+
+_TOKENIZE = BodyDecoder(TokenizeBody, unsupported={})
+_DETOKENIZE = BodyDecoder(DetokenizeBody, unsupported={})
+_MAX_DETOKENIZE = 1 << 20
+_SECRETS = ("key", "token_file", "password")
+
+
+async def health(request: web.Request) -> web.Response:
+    """Liveness: 200 unless the server has failed or a process is dead or stuck, as the supervisor sees it."""
+    lifecycle = request.app[CONTEXT].lifecycle
+    if lifecycle.status.failed:
+        return json_response({"status": "failed", "reason": lifecycle.status.failed}, status=503)
+    if sick := lifecycle.sick_processes():
+        return json_response({"status": "unhealthy", "processes": sick}, status=503)
+    return json_response({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """Readiness: 200 when a new request would be served now."""
+    lifecycle = request.app[CONTEXT].lifecycle
+    if lifecycle.is_ready:
+        return json_response(lifecycle.readiness())
+    return json_response(lifecycle.readiness(), status=503, headers={"Retry-After": "2"})
+
+
+async def version(request: web.Request) -> web.Response:
+    return json_response({"version": __version__})
+
+
+def model_card(model: ServedModel, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "nanoserve",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": model.max_model_len,
+    }
+
+
+async def list_models(request: web.Request) -> web.Response:
+    model = request.app[CONTEXT].lifecycle.require_model()
+    return json_response({"object": "list", "data": [model_card(model, name) for name in model.names]})
+
+
+async def get_model(request: web.Request) -> web.Response:
+    model = request.app[CONTEXT].lifecycle.require_model()
+    name = request.match_info["name"]
+    if name not in model.names:
+        raise RequestError("The requested model does not exist.", status=404, param="model", code="model_not_found")
+    return json_response(model_card(model, name))
+
+
+async def metrics(request: web.Request) -> web.Response:
+    body = request.app[CONTEXT].metrics.render()
+    return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """Ids of a text, or of messages through the chat template."""
+    context = request.app[CONTEXT]
+    model = context.lifecycle.require_model()
+    body = _TOKENIZE.decode(await read_body(request)).body
+    _check_name(context, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("Give either `prompt` or `messages`.", param="prompt")
+    if body.prompt is not None:
+        text, add_special = body.prompt, body.add_special_tokens is not False
+    else:
+        text = await render_chat(
+            context,
+            model,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            kwargs=body.chat_template_kwargs,
+        )
+        add_special = body.add_special_tokens is True
+    if len(text) > 1 << 20:
+        refuse_by_length(text, model)
+    (ids,) = await context.lifecycle.require_encoder().encode([text], add_special_tokens=add_special)
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = [model.tokenizer.id_to_token(token_id) for token_id in ids]
+    return json_response(answer)
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """The text of ids; ids without a token are a 400."""
+    context = request.app[CONTEXT]
+    model = context.lifecycle.require_model()
+    body = _DETOKENIZE.decode(await read_body(request)).body
+    _check_name(context, body.model)
+    ids = body.tokens
+    if ids is None:
+        raise RequestError("`tokens` must be given.", param="tokens")
+    if len(ids) > _MAX_DETOKENIZE:
+        raise RequestError(f"`tokens` may hold at most {_MAX_DETOKENIZE} ids.", param="tokens")
+    if ids and (min(ids) < 0 or max(ids) >= model.vocab_size):
+        raise RequestError(f"`tokens` has an id outside [0, {model.vocab_size - 1}].", param="tokens")
+    skip = bool(body.skip_special_tokens)
+    text = await context.lifecycle.require_encoder().run(lambda: model.tokenizer.decode(ids, skip_special_tokens=skip))
+    return json_response({"prompt": text, "text": text})
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """Configuration without secrets, processes, engine facts, last stats."""
+    context = request.app[CONTEXT]
+    status = context.lifecycle.status
+    stats = context.metrics.engine_stats
+    engine = msgspec.to_builtins(_named(stats))
+    return json_response(
+        {
+            "version": __version__,
+            "pid": os.getpid(),
+            "time": time.time(),
+            "status": context.lifecycle.readiness(),
+            "model": context.lifecycle.model.name if context.lifecycle.model else None,
+            "config": without_secrets(asdict(context.config)),
+            "engine": _named(status.engine) if status.engine is not None else None,
+            "processes": [_named(process) for process in status.processes],
+            "engine_stats": engine,
+            "detok_stats": _named(context.metrics.detok_stats),
+            "api": {"live_requests": context.client.num_live, "open_streams": context.metrics.streams_open},
+            "internal_states": [engine],
+        }
+    )
+
+
+def _named(struct: msgspec.Struct) -> dict[str, Any]:
+    """A positional struct as an object with names."""
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}
+
+
+def without_secrets(tree: Any) -> Any:
+    """The configuration with the values of secret-looking keys replaced."""
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        name: "***" if value and any(word in name for word in _SECRETS) else without_secrets(value)
+        for name, value in tree.items()
+    }
+
+
+def _check_name(context: ApiContext, name: str | None) -> None:
+    if context.checker is not None:
+        context.checker.check_model_name(name)

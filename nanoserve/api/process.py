@@ -1,0 +1,206 @@
+"""The api process: serves HTTP at once, loads tokenizer and template, joins the ring, drains at the end.
+
+Owner process: api. The supervisor's child calls `run` with the listening socket it was given; several api processes may
+share that socket. Everything runs on one event loop but tokenizing and rendering (`encoding`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import uvloop
+import zmq.asyncio
+from aiohttp import web
+
+from nanoserve.api.admission import Admission
+from nanoserve.api.app import build_app
+from nanoserve.api.context import ApiContext
+from nanoserve.api.engine_client import EngineClient, NewRequest
+from nanoserve.api.lifecycle import Lifecycle
+from nanoserve.api.metrics import Metrics
+from nanoserve.api.model import ServedModel, load_served_model
+from nanoserve.api.pacing import TICK_S, Pacer
+from nanoserve.api.stream import Outlet
+from nanoserve.api.validation import Checker
+from nanoserve.config import ServerConfig
+from nanoserve.errors import StartupError
+from nanoserve.ipc.channels import AsyncInbox, Outbox
+from nanoserve.ipc.endpoints import Endpoints
+from nanoserve.ipc.ids import RequestIdAllocator
+from nanoserve.ipc.link import ProcessLink
+from nanoserve.ipc.messages import ApiInbox, EmitMode, Failure, SamplingParams, ServerStatus, TextBatch, TextSpec
+
+log = logging.getLogger(__name__)
+
+_CLOSE_S = 2.0  # for handlers to write their last words
+
+
+def run(config: ServerConfig, endpoints: Endpoints, link: ProcessLink, listen_socket: socket.socket) -> None:
+    """Runs until a stop is requested and the live streams have ended, or the drain time is over."""
+    uvloop.run(_main(config, endpoints, link, listen_socket))
+
+
+async def _main(config: ServerConfig, endpoints: Endpoints, link: ProcessLink, listen_socket: socket.socket) -> None:
+    ring = zmq.asyncio.Context()
+    plain = zmq.Context(ring)  # the same I/O threads, for sockets that never wait
+    inbox: AsyncInbox[ApiInbox] = AsyncInbox(ring, endpoints.api(link.index), ApiInbox)
+    outbox = Outbox(plain, endpoints.engine())
+    process = ApiProcess(config, link, inbox, outbox)
+    try:
+        await process.serve(listen_socket)
+    finally:
+        outbox.close()
+        inbox.close()
+        ring.destroy(linger=1000)
+
+
+class ApiProcess:
+    """Wiring and the few tasks of this process."""
+
+    def __init__(self, config: ServerConfig, link: ProcessLink, inbox: AsyncInbox[ApiInbox], outbox: Outbox) -> None:
+        self._config = config
+        self._link = link
+        self._inbox = inbox
+        metrics = Metrics()
+        ids = RequestIdAllocator(link.index, link.incarnation)
+        client = EngineClient(ids, outbox.send, time.monotonic_ns, metrics)
+        self.context = ApiContext(
+            config=config,
+            client=client,
+            lifecycle=Lifecycle(),
+            admission=Admission(
+                max_running=config.scheduler.max_num_seqs,
+                max_queued=config.scheduler.max_num_queued,
+                overload_status=int(config.api.overload_status),
+            ),
+            metrics=metrics,
+            pacer=Pacer(),
+            seeds=random.Random(config.model.seed) if config.model.seed else random.SystemRandom(),
+        )
+        metrics.watch_client(client.counters)
+        metrics.watch_gauge("api_live_requests", "requests this api process has in the ring", lambda: client.num_live)
+        self._stop = asyncio.Event()
+        self._can_load: asyncio.Future[ServerStatus] = asyncio.get_running_loop().create_future()
+        self._failure: BaseException | None = None
+
+    async def serve(self, listen_socket: socket.socket) -> None:
+        """Answers HTTP from the first moment; returns when drained, raises what ended one of its tasks."""
+        loop = asyncio.get_running_loop()
+        runner = web.AppRunner(
+            build_app(self.context),
+            access_log=None,
+            handler_cancellation=True,  # a client that hangs up cancels its handler, whatever it waits for
+            keepalive_timeout=self._config.api.http_keep_alive,
+            shutdown_timeout=_CLOSE_S,
+        )
+        await runner.setup()
+        await web.SockSite(runner, listen_socket, backlog=1024).start()
+        self._link.ready()
+        loop.add_reader(self._link.stop_fd, self._request_stop)
+        tasks = [loop.create_task(work) for work in (self._receive(), self._tick(), self._load())]
+        for task in tasks:
+            task.add_done_callback(self._note_failure)
+        try:
+            await self._stop.wait()
+            await self._drain()
+        finally:
+            loop.remove_reader(self._link.stop_fd)
+            await runner.cleanup()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.context.lifecycle.close()
+        if self._failure is not None:
+            raise self._failure
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        """A task that breaks ends the process loudly: the supervisor starts it again."""
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = self._failure or task.exception()
+            self._stop.set()
+
+    def _request_stop(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._link.stop_fd)
+        self.context.lifecycle.stopping = True
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        """Lets live streams finish; at the limit (at once after a failure) they get an error event and [DONE]."""
+        client, pacer = self.context.client, self.context.pacer
+        if self._failure is None:
+            await _until(lambda: not len(pacer) or self._failure is not None, self._config.api.drain_timeout)
+        if client.num_live:
+            log.warning("%d requests did not end within the drain time", client.num_live)
+            client.fail_all(Failure(503, "The server is shutting down.", None, "unavailable_error", "draining"))
+        await _until(lambda: not len(pacer), _CLOSE_S)
+
+    async def _receive(self) -> None:
+        client, metrics = self.context.client, self.context.metrics
+        while True:
+            for message in await self._inbox.receive():
+                if isinstance(message, TextBatch):
+                    client.deliver(message)
+                    metrics.note_batch(message)
+                else:
+                    self._on_status(message)
+
+    async def _tick(self) -> None:
+        """The turning loop: feeds the watchdog and everything that waits for time."""
+        while True:
+            self._link.watchdog.feed()
+            self.context.pacer.tick(time.monotonic())
+            await asyncio.sleep(TICK_S)
+
+    def _on_status(self, status: ServerStatus) -> None:
+        context = self.context
+        context.lifecycle.status = status
+        if status.failed:
+            context.client.fail_all(Failure(503, "The server failed.", None, "unavailable_error", "failed"))
+        for process in status.processes:
+            if process.name == "engine-0":
+                context.client.note_engine(process.incarnation)
+        if status.model_dir and status.engine is not None and not self._can_load.done():
+            self._can_load.set_result(status)
+
+    async def _load(self) -> None:
+        """When files and engine are there: tokenizer, template, and one real token round the ring."""
+        status = await self._can_load
+        assert status.engine is not None  # `_on_status` waits for it
+        model = await asyncio.to_thread(load_served_model, self._config, Path(status.model_dir), status.engine)
+        self.context.checker = Checker(self._config, model)
+        self.context.lifecycle.loaded(model)
+        await self._turn_ring(model)
+        self.context.lifecycle.ring_turned = True
+        gc.collect()
+        gc.freeze()  # what is loaded now stays; later collections need not look at it
+        self._link.ready(ring_turned=True)
+
+    async def _turn_ring(self, model: ServedModel) -> None:
+        """One token through engine and detokenizer; StartupError when the request fails."""
+        (ids,) = await self.context.lifecycle.require_encoder().encode(["Hello"], add_special_tokens=True)
+        outlet = Outlet()
+        new = NewRequest(
+            prompt_token_ids=ids[: max(model.max_model_len - 1, 1)] or [0],
+            sampling=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
+            text=TextSpec(emit=EmitMode.FINAL),
+        )
+        stream = self.context.client.submit(new, outlet)
+        while stream.finished is None:
+            await outlet.wait()
+        failure = stream.finished.finished.failure
+        if failure is not None:
+            raise StartupError(f"the first request failed: {failure.message}")
+
+
+async def _until(condition: Callable[[], bool], limit_s: float) -> None:
+    """Polls: the end of a process has no better event, and it happens once."""
+    ends_s = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < ends_s:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)

@@ -1,0 +1,104 @@
+"""What the formats of all endpoints share: whole choices, finish reasons, usage. Pure.
+
+Owner process: api. Called by `completions`, `chat` and the other formats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from nanoserve.api import sse
+from nanoserve.api.stream import Piece, RequestStream
+from nanoserve.errors import RequestError
+from nanoserve.ipc.messages import FinishReason, TextFinished, TokenText
+
+_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+
+
+def finish_reason(record: TextFinished) -> str:
+    return _REASONS.get(record.finished.reason, "error")
+
+
+def stop_reason(record: TextFinished) -> str | int | None:
+    """The stop string, or the stop id where it is not the model's own end of sequence."""
+    if record.stop_string is not None:
+        return record.stop_string
+    return None if record.finished.is_eos else record.finished.stop_token_id
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of a unary answer, put together piece by piece."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenText] = field(default_factory=list)
+    prompt_logprobs: list[TokenText] | None = None
+    finished: TextFinished | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.token_ids.extend(piece.token_ids)
+        self.logprobs.extend(piece.logprobs)
+        if piece.prompt_logprobs is not None:
+            self.prompt_logprobs = piece.prompt_logprobs
+        if piece.finished is not None:
+            self.finished = piece.finished
+
+    @property
+    def record(self) -> TextFinished:
+        assert self.finished is not None  # a unary answer is formatted only when every choice has ended
+        return self.finished
+
+
+class UsageCounter:
+    """Totals over all choices of a response. Each prompt counts once, however many samples it has."""
+
+    def __init__(self, num_prompt_tokens: int, samples_per_prompt: int) -> None:
+        self._num_prompt = num_prompt_tokens
+        self._samples = samples_per_prompt
+        self._outputs: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+
+    def note(self, index: int, num_output_tokens: int, record: TextFinished | None) -> None:
+        self._outputs[index] = num_output_tokens
+        if record is not None:
+            # The record counts what belongs to the answer; tokens made after a stop string are not billed.
+            self._outputs[index] = record.finished.num_output_tokens
+            if index % self._samples == 0:
+                self._cached[index] = record.finished.num_cached_tokens
+
+    def totals(self) -> dict[str, Any]:
+        completion = sum(self._outputs.values())
+        return {
+            "prompt_tokens": self._num_prompt,
+            "total_tokens": self._num_prompt + completion,
+            "completion_tokens": completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+
+
+class ResponseFormat(Protocol):
+    """How one endpoint shows its answer. Keeps the state of one response; no I/O."""
+
+    def frames(self, stream: RequestStream, piece: Piece) -> bytes:
+        """All events for this piece, the finish included; may be empty."""
+        ...
+
+    def closing(self) -> bytes:
+        """What follows when every choice has ended: usage, terminator."""
+        ...
+
+    def failed(self, error: RequestError) -> bytes:
+        """The end of a stream that fails after its first byte."""
+        ...
+
+    def body(self, choices: list[Choice]) -> bytes:
+        """The unary answer; every choice has ended."""
+        ...
+
+
+def failed_events(error: RequestError) -> bytes:
+    return sse.error_event(error) + sse.DONE

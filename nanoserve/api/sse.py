@@ -1,0 +1,144 @@
+"""Server-sent events as OpenAI frames them: bytes in the order a client sees them. Pure.
+
+Owner process: api. `CompletionFrames` and `ChatFrames` encode what stays equal over a stream once; per piece only
+the text, its logprobs and ids are encoded. Only `data: <one JSON object>` events and comments exist.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from nanoserve.api.errors import envelope_bytes
+from nanoserve.errors import RequestError
+
+DONE = b"data: [DONE]\n\n"
+_END = b"}\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+def comment(text: str) -> bytes:
+    """A line that clients skip and proxies see: it keeps the connection alive."""
+    return b": " + text.replace("\n", " ").encode() + b"\n\n"
+
+
+def error_event(error: RequestError) -> bytes:
+    return b"data: " + envelope_bytes(error) + b"\n\n"
+
+
+def event(payload: Any) -> bytes:
+    """One anonymous event."""
+    return b"data: " + _encode(payload) + b"\n\n"
+
+
+def named_event(name: str, payload: Any) -> bytes:
+    """One event with an `event:` line, as the Responses and Messages protocols use."""
+    return b"event: " + name.encode() + b"\ndata: " + _encode(payload) + b"\n\n"
+
+
+class ChunkFrames:
+    """What chat and completion chunks have in common: a fixed head, one choice, optional extras.
+
+    `slot` is the JSON of a choice's changing part up to where the text goes, `tail` what follows the text.
+    """
+
+    def __init__(
+        self,
+        *,
+        response_id: str,
+        kind: str,
+        created: int,
+        model: str,
+        fingerprint: str = "",
+        slot: bytes,
+        tail: bytes,
+    ) -> None:
+        head: dict[str, Any] = {"id": response_id, "object": kind, "created": created, "model": model}
+        if fingerprint:
+            head["system_fingerprint"] = fingerprint
+        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
+        self._slot = slot
+        self._tail = tail
+        self._starts: dict[int, bytes] = {}
+
+    def content(
+        self,
+        index: int,
+        text: str,
+        *,
+        logprobs: Any = None,
+        extras: dict[str, Any] | None = None,
+        usage: Any = None,
+    ) -> bytes:
+        """One piece of text of choice `index`. `extras` are further keys of the choice."""
+        start = self._starts.get(index)
+        if start is None:
+            start = self._head + b'{"index":%d,' % index + self._slot
+            self._starts[index] = start
+        if logprobs is None and extras is None and usage is None:
+            return start + _encode(text) + self._tail + b',"logprobs":null,"finish_reason":null}]' + _END
+        more = b"" if not extras else b"," + _encode(extras)[1:-1]
+        frame = start + _encode(text) + self._tail + b',"logprobs":' + _encode(logprobs)
+        return frame + b',"finish_reason":null' + more + b"}]" + self._usage(usage) + _END
+
+    def choice(self, choice: dict[str, Any], *, usage: Any = None) -> bytes:
+        """Any other chunk with one choice: the role, the finish."""
+        return self._head + _encode(choice) + b"]" + self._usage(usage) + _END
+
+    def usage(self, usage: Any) -> bytes:
+        """The last chunk of a stream that asked for usage: no choices."""
+        return self._head + b"]" + self._usage(usage) + _END
+
+    @staticmethod
+    def _usage(usage: Any) -> bytes:
+        return b"" if usage is None else b',"usage":' + _encode(usage)
+
+
+class CompletionFrames(ChunkFrames):
+    """Chunks of /v1/completions."""
+
+    def __init__(self, *, response_id: str, created: int, model: str, fingerprint: str = "") -> None:
+        super().__init__(
+            response_id=response_id,
+            kind="text_completion",
+            created=created,
+            model=model,
+            fingerprint=fingerprint,
+            slot=b'"text":',
+            tail=b"",
+        )
+
+    def finish(self, index: int, reason: str, stop_reason: str | int | None, *, usage: Any = None) -> bytes:
+        choice = {"index": index, "text": "", "logprobs": None, "finish_reason": reason, "stop_reason": stop_reason}
+        return self.choice(choice, usage=usage)
+
+
+class ChatFrames(ChunkFrames):
+    """Chunks of /v1/chat/completions."""
+
+    def __init__(self, *, response_id: str, created: int, model: str, fingerprint: str = "") -> None:
+        super().__init__(
+            response_id=response_id,
+            kind="chat.completion.chunk",
+            created=created,
+            model=model,
+            fingerprint=fingerprint,
+            slot=b'"delta":{"content":',
+            tail=b"}",
+        )
+
+    def role(self, index: int, *, extras: dict[str, Any] | None = None, usage: Any = None) -> bytes:
+        """The first chunk of each choice."""
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+            **(extras or {}),
+        }
+        return self.choice(choice, usage=usage)
+
+    def finish(self, index: int, reason: str, stop_reason: str | int | None, *, usage: Any = None) -> bytes:
+        choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason, "stop_reason": stop_reason}
+        return self.choice(choice, usage=usage)

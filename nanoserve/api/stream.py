@@ -1,0 +1,179 @@
+"""One request's output on its way to a client: receive position, pending piece, and the wake-up of its writer.
+
+Owner process: api. `EngineClient` pushes, the coroutine that writes the HTTP response takes. A slow reader costs
+merged text in one pending piece and nothing else: nobody waits for it. No sockets, no clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanoserve.errors import ProtocolError
+from nanoserve.ipc.messages import AddRequest, TextFinished, TokenText
+
+
+class StreamGapError(ProtocolError):
+    """A row begins after the position this stream has reached: something was lost on the way."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one request got since the last take. `num_output_tokens` counts all ids so far, these included."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: list[TokenText]
+    prompt_logprobs: list[TokenText] | None
+    num_output_tokens: int
+    finished: TextFinished | None
+
+
+class Outlet:
+    """Where the requests of one HTTP response meet the one coroutine that writes it."""
+
+    __slots__ = ("_ready", "_waiter")
+
+    def __init__(self) -> None:
+        self._ready: list[RequestStream] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def notify(self, stream: RequestStream) -> None:
+        """Marks `stream` as having something to take. Called once per stream and take."""
+        self._ready.append(stream)
+        self.wake()
+
+    def wake(self) -> None:
+        """Ends a `wait` early, with whatever is ready."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> list[RequestStream]:
+        """Sleeps until something is ready or `wake` is called; returns the streams that have a piece."""
+        if not self._ready:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        ready, self._ready = self._ready, []
+        return ready
+
+
+class RequestStream:
+    """State of one live request in the api process. `output_ids` stays whole: a new engine resumes from it."""
+
+    __slots__ = (
+        "_logprobs",
+        "_num_taken",
+        "_outlet",
+        "_prompt_logprobs",
+        "_queued",
+        "_texts",
+        "accepted",
+        "finished",
+        "first_ns",
+        "index",
+        "interval",
+        "last_ns",
+        "num_chars",
+        "output_ids",
+        "pending_chars",
+        "request",
+        "submitted_ns",
+    )
+
+    def __init__(self, request: AddRequest, outlet: Outlet, *, index: int = 0, interval: int = 1) -> None:
+        self.request = request
+        self.index = index  # of the choice in its response
+        self.interval = interval  # tokens between wake-ups of the writer; the first and the last come at once
+        self.output_ids = array("i")
+        self.num_chars = 0
+        self.pending_chars = 0
+        self.accepted: int | None = None  # queue position at admission
+        self.finished: TextFinished | None = None
+        self.submitted_ns = request.arrival_ns
+        self.first_ns = 0
+        self.last_ns = 0
+        self._outlet = outlet
+        self._num_taken = 0
+        self._texts: list[str] = []
+        self._logprobs: list[TokenText] = []
+        self._prompt_logprobs: list[TokenText] | None = None
+        self._queued = False
+
+    @property
+    def request_id(self) -> int:
+        return self.request.request_id
+
+    def push_row(
+        self, delta: str, char_offset: int, first_index: int, ids: Sequence[int], logprobs: list[TokenText] | None
+    ) -> int:
+        """Takes one row; what this stream already has is dropped. Returns how many ids were new, -1 for a mere repeat.
+
+        Raises StreamGapError when the row starts beyond the position reached.
+        """
+        known_chars = self.num_chars - char_offset
+        known_ids = len(self.output_ids) - first_index
+        if known_chars < 0 or known_ids < 0:
+            raise StreamGapError(f"row at token {first_index}, char {char_offset} is ahead of the stream")
+        if known_ids:
+            ids = ids[known_ids:]
+            logprobs = logprobs[known_ids:] if logprobs else None
+        if known_chars:
+            delta = delta[known_chars:]
+        if not ids and not delta:
+            return -1
+        if delta:
+            self._texts.append(delta)
+            self.num_chars += len(delta)
+            self.pending_chars += len(delta)
+        self.output_ids.extend(ids)
+        if logprobs:
+            self._logprobs.extend(logprobs)
+        pending = len(self.output_ids) - self._num_taken
+        if pending >= self.interval or self._num_taken == 0 or not ids:
+            self._announce()
+        return len(ids)
+
+    def push_prompt_logprobs(self, tokens: list[TokenText]) -> None:
+        """Kept for the first piece; a repeat after a resubmission is dropped."""
+        if self._prompt_logprobs is None and self._num_taken == 0:
+            self._prompt_logprobs = tokens
+
+    def accept(self, queue_position: int) -> None:
+        self.accepted = queue_position
+        self._outlet.wake()
+
+    def finish(self, record: TextFinished) -> None:
+        """The terminal record; the writer finds it in the last piece."""
+        self.finished = record
+        stop_token = record.finished.stop_token_id
+        if stop_token is not None and self._logprobs and self._logprobs[-1].token_id == stop_token:
+            self._logprobs.pop()  # the token that ended the text is not part of it
+        self._announce()
+
+    def take(self) -> Piece:
+        """All that is pending, merged."""
+        self._queued = False
+        piece = Piece(
+            text="".join(self._texts),
+            token_ids=self.output_ids[self._num_taken :],
+            logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+            num_output_tokens=len(self.output_ids),
+            finished=self.finished,
+        )
+        self._texts.clear()
+        self._logprobs = []
+        self._prompt_logprobs = None
+        self.pending_chars = 0
+        self._num_taken = len(self.output_ids)
+        return piece
+
+    def _announce(self) -> None:
+        if not self._queued:
+            self._queued = True
+            self._outlet.notify(self)

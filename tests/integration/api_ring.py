@@ -1,0 +1,313 @@
+"""A real api process in the test's event loop, and a peer that plays engine and detokenizer over real ZMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import zmq.asyncio
+
+from nanoserve.api.process import ApiProcess
+from nanoserve.config import ServerConfig
+from nanoserve.ipc.channels import AsyncInbox, Outbox
+from nanoserve.ipc.columns import pack_ids, unpack_ids
+from nanoserve.ipc.endpoints import Endpoints, create_run_dir, remove_run_dir
+from nanoserve.ipc.messages import (
+    AbortRequest,
+    Accepted,
+    AddRequest,
+    ApiInbox,
+    EngineFacts,
+    EngineInbox,
+    EngineStats,
+    Failure,
+    Finished,
+    FinishReason,
+    Release,
+    RowTokenTexts,
+    ServerStatus,
+    TextBatch,
+    TextFinished,
+    TextSpec,
+    TokenText,
+)
+from tests.fakes import FakeLink
+
+EOS = 256
+BOS = 257
+VOCAB = 258
+CONTEXT = 64
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def write_model(directory: Path, *, template: str | None = TEMPLATE, generation: dict[str, Any] | None = None) -> Path:
+    """A model directory whose tokenizer has one token per byte, an EOS and a BOS."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
+    vocab = {char: index for index, char in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>", "<bos>"])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "eos_token_id": EOS}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "generation_config.json").write_text(json.dumps(generation or {}))
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    return directory
+
+
+def _byte_of(char: str) -> int:
+    from tokenizers import decoders
+
+    text = decoders.ByteLevel().decode([char])
+    return ord(char) if text == "�" or len(text) != 1 else ord(text)
+
+
+class ApiLink(FakeLink):
+    def __init__(self) -> None:
+        super().__init__("api-0")
+        self.ready_calls: list[bool] = []
+
+    def ready(self, engine: EngineFacts | None = None, *, ring_turned: bool = False) -> None:
+        super().ready(engine, ring_turned=ring_turned)
+        self.ready_calls.append(ring_turned)
+
+
+class FakeRing:
+    """Engine and detokenizer in one: takes what the api sends, answers as the test says.
+
+    `script` is called with every AddRequest but the first, which is the warm-up. Texts are made of one ASCII
+    character per token, so character and token positions are equal.
+    """
+
+    def __init__(self, endpoints: Endpoints, context: zmq.asyncio.Context) -> None:
+        self._inbox: AsyncInbox[EngineInbox] = AsyncInbox(context, endpoints.engine(), EngineInbox)
+        self._outbox = Outbox(zmq.Context(context), endpoints.api(0))
+        self.engine_incarnation = 1
+        self.script: Callable[[AddRequest], None] = self.finish_at_once
+        self.added: list[AddRequest] = []
+        self.aborted: list[AbortRequest] = []
+        self.released: list[int] = []
+        self.auto_accept = True
+        self.changed = asyncio.Condition()
+        self.sent: dict[int, int] = {}  # tokens sent per request
+
+    async def run(self) -> None:
+        while True:
+            for message in await self._inbox.receive():
+                self._take(message)
+            async with self.changed:
+                self.changed.notify_all()
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, AddRequest):
+            self.added.append(message)
+            self.sent.setdefault(message.request_id, 0)
+            if self.auto_accept:
+                self.send(accepted=[Accepted(message.request_id)])
+            if len(self.added) == 1:
+                self.token(message.request_id, "w")
+                self.finish(message.request_id)
+            else:
+                self.script(message)
+        elif isinstance(message, AbortRequest):
+            self.aborted.append(message)
+        elif isinstance(message, Release):
+            self.released += message.request_ids
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with self.changed:
+            await asyncio.wait_for(self.changed.wait_for(lambda: bool(condition())), 10)
+
+    async def next_added(self) -> AddRequest:
+        """The newest request after the warm-up."""
+        await self.until(lambda: len(self.added) > 1)
+        return self.added[-1]
+
+    def send(self, **columns: Any) -> None:
+        self._outbox.send(
+            TextBatch(
+                detok_index=0,
+                incarnation=1,
+                engine_index=0,
+                engine_incarnation=self.engine_incarnation,
+                step=0,
+                **columns,
+            )
+        )
+
+    def status(self, **fields: Any) -> None:
+        self._outbox.send(ServerStatus(**fields))
+
+    def token(self, request_id: int, text: str, *, at: int | None = None, logprobs: Any = None) -> None:
+        """One token per character of `text`, from position `at` (default: where the request stands)."""
+        first = self.sent[request_id] if at is None else at
+        self.sent[request_id] = max(self.sent[request_id], first + len(text))
+        self.send(
+            request_ids=[request_id],
+            deltas=[text],
+            char_offset=[first],
+            first_index=[first],
+            num_tokens=[len(text)],
+            token_ids=pack_ids(ord(char) for char in text),
+            logprobs=[RowTokenTexts(0, logprobs)] if logprobs else [],
+        )
+
+    def finish(self, request_id: int, reason: FinishReason = FinishReason.LENGTH, **fields: Any) -> None:
+        stop_string = fields.pop("stop_string", None)
+        record = Finished(request_id=request_id, reason=reason, num_output_tokens=self.sent[request_id], **fields)
+        self.send(finished=[TextFinished(record, stop_string)])
+
+    def refuse(self, request_id: int, status: int, message: str) -> None:
+        failure = Failure(status=status, message=message)
+        self.send(finished=[TextFinished(Finished(request_id=request_id, reason=FinishReason.ERROR, failure=failure))])
+
+    def finish_at_once(self, add: AddRequest) -> None:
+        """`max_tokens` times the letter a."""
+        self.token(add.request_id, "a" * add.sampling.max_tokens)
+        self.finish(add.request_id)
+
+    def stats(self, **fields: Any) -> None:
+        self.send(engine_stats=EngineStats(**fields))
+
+    def close(self) -> None:
+        self._inbox.close()
+        self._outbox.close()
+
+
+def token_text(char: str, logprob: float | None, offset: int, top: Any = ()) -> TokenText:
+    return TokenText(ord(char), char, char.encode(), logprob, 1, list(top), offset)
+
+
+def text_spec_of(add: AddRequest) -> TextSpec:
+    return msgspec.msgpack.decode(add.text_spec, type=TextSpec)
+
+
+def prompt_of(add: AddRequest) -> list[int]:
+    return unpack_ids(add.prompt_token_ids)
+
+
+class Api:
+    """A running api process with its peer and a client."""
+
+    def __init__(self, ring: FakeRing, process: ApiProcess, link: ApiLink, http: aiohttp.ClientSession, url: str):
+        self.ring = ring
+        self.process = process
+        self.link = link
+        self.http = http
+        self.url = url
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        """Status and decoded JSON; `body` may be bytes."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        async with self.http.post(self.url + path, data=io.BytesIO(data), headers=headers) as response:
+            return response.status, json.loads(await response.read())
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.http.get(self.url + path) as response:
+            text = await response.text()
+            return response.status, json.loads(text) if response.content_type == "application/json" else text
+
+    async def events(self, path: str, body: Any) -> list[Any]:
+        """All events of a stream, checked by the strict parser."""
+        async with self.http.post(self.url + path, json=body) as response:
+            assert response.status == 200, await response.text()
+            return parse_events(await response.read())
+
+    def load(self, model_dir: Path) -> None:
+        """What the supervisor tells when the engine is ready."""
+        facts = EngineFacts(max_model_len=CONTEXT, vocab_size=VOCAB, num_blocks=100, block_size=16)
+        self.ring.status(stage="ready", model_dir=str(model_dir), engine=facts)
+
+    async def until_ready(self) -> None:
+        for _ in range(500):
+            if (await self.get("/ready"))[0] == 200:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("not ready")
+
+
+def parse_events(data: bytes) -> list[Any]:
+    """Strict: only `data: <JSON object>` events and comments; exactly one `[DONE]`, at the end."""
+    assert data.endswith(b"data: [DONE]\n\n"), data[-200:]
+    events: list[Any] = []
+    blocks = data.decode().split("\n\n")
+    assert blocks.pop() == ""
+    for block in blocks:
+        assert "\n" not in block and "\r" not in block, block
+        if block.startswith(":"):
+            continue
+        assert block.startswith("data: "), block
+        if block == "data: [DONE]":
+            events.append("[DONE]")
+            continue
+        value = json.loads(block[6:])
+        assert isinstance(value, dict)
+        events.append(value)
+    assert events.count("[DONE]") == 1 and events[-1] == "[DONE]"
+    return events[:-1]
+
+
+@asynccontextmanager
+async def running_api(config: ServerConfig | None = None, *, link: ApiLink | None = None) -> AsyncIterator[Api]:
+    """An api process that serves but has not been told of a model yet."""
+    config = config or ServerConfig()
+    endpoints = create_run_dir()
+    context = zmq.asyncio.Context()
+    link = link or ApiLink()
+    inbox: AsyncInbox[ApiInbox] = AsyncInbox(context, endpoints.api(0), ApiInbox)
+    outbox = Outbox(zmq.Context(context), endpoints.engine())
+    ring = FakeRing(endpoints, context)
+    listen = socket.socket()
+    listen.bind(("127.0.0.1", 0))
+    listen.listen(128)
+    url = f"http://127.0.0.1:{listen.getsockname()[1]}"
+    process = ApiProcess(config, link, inbox, outbox)
+    tasks = [asyncio.create_task(ring.run()), asyncio.create_task(process.serve(listen))]
+    try:
+        async with aiohttp.ClientSession() as http:
+            yield Api(ring, process, link, http, url)
+        if not link.stop_requested:
+            link.stop()
+        await asyncio.wait_for(tasks[1], 10)
+    finally:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        ring.close()
+        outbox.close()
+        inbox.close()
+        context.destroy(linger=0)
+        link.close()
+        remove_run_dir(endpoints)
+
+
+@asynccontextmanager
+async def loaded_api(directory: Path, config: ServerConfig | None = None, **model: Any) -> AsyncIterator[Api]:
+    """An api process that is ready."""
+    write_model(directory, **model)
+    config = config or ServerConfig()
+    config = replace(config, model=replace(config.model, served_model_name=("tiny", "alias")))
+    async with running_api(config) as api:
+        api.load(directory)
+        await api.until_ready()
+        yield api
