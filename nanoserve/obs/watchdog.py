@@ -94,25 +94,25 @@ class LoopWatchdog:
     def check(self, now: float) -> float:
         """Called about twice a second; returns for how many seconds the loop is later than it said it would be.
 
-        Dumps once per stall at the soft limit and ends the process at the hard limit. A declared long step moves
-        both limits: they count from the end of the time it asked for.
+        Dumps once per stall at the soft limit and ends the process at the hard limit. A declared long step moves both:
+        the soft limit is then at least the time that the step asked for, the hard limit counts from its end.
         """
         count, doing = self.count, self.doing
         if self.idle_depth or count != self._seen:
             self._seen, self._since, self._dumped = count, now, False
+        elapsed = now - self._since
         allowance = doing[1] if doing else 0.0
-        late = now - self._since - allowance
         soft, hard = self._limits
-        soft = max(soft - allowance, 0.0) if soft else 0.0
-        if soft or (self._limits[0] and allowance):
-            self._re_arm(soft - late)
-            if late >= soft and not self._dumped and late > 0:
-                self._dump(now, doing)
-        if hard and late >= hard:
-            self._write(f"{self._name}: no progress for {now - self._since:.1f} s, ending this process")
-            _log.error("no progress for %.1f s: this process ends (stacks are in its watchdog log)", now - self._since)
+        if soft:
+            remaining = max(soft, allowance) - elapsed
+            if remaining <= 0 and not self._dumped:
+                self._dump(elapsed, doing)
+            self._re_arm(remaining)
+        if hard and elapsed >= allowance + hard:
+            self._write(f"{self._name}: no progress for {elapsed:.1f} s, this process ends")
+            _log.error("no progress for %.1f s: this process ends (stacks are in its watchdog log)", elapsed)
             self._end(EXIT_WATCHDOG)
-        return max(late, 0.0)
+        return max(elapsed - allowance, 0.0)
 
     def _re_arm(self, remaining: float) -> None:
         """The C timer only runs while the loop is at work: an idle process has no thread to wake up."""
@@ -124,13 +124,13 @@ class LoopWatchdog:
         faulthandler.dump_traceback_later(max(remaining, 0.0) + _TIMER_MARGIN_S, repeat=False, file=self._file)
         self._armed = True
 
-    def _dump(self, now: float, doing: tuple[str, float] | None) -> None:
+    def _dump(self, elapsed: float, doing: tuple[str, float] | None) -> None:
         self._dumped = True
         what = f" in {doing[0]!r} (expected within {doing[1]:g} s)" if doing else ""
-        line = f"{self._name}: no progress for {now - self._since:.1f} s{what}, turn {self.count}"
+        line = f"{self._name}: no progress for {elapsed:.1f} s{what}, turn {self.count}"
         self._write(line + "; stacks of all threads:")
         faulthandler.dump_traceback(file=self._file, all_threads=True)
-        _log.warning("no progress for %.1f s%s; stacks are in the watchdog log", now - self._since, what)
+        _log.warning("no progress for %.1f s%s; stacks are in the watchdog log", elapsed, what)
 
     def _write(self, text: str) -> None:
         try:
