@@ -224,8 +224,7 @@ def _add_score(
 ) -> None:
     if scored is None or state.scores is None:
         return
-    own = piece if shown and (not state.scores.has_bytes or (at_head and piece)) else None
-    state.scores.add(token_id, *scored, index=index, piece=own, hidden=not shown)
+    state.scores.add(token_id, *scored, index=index, piece=piece, at_head=at_head, hidden=not shown)
 
 
 def _stopped(row: Row, num_kept: int) -> Finished:

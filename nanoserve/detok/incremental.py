@@ -74,7 +74,11 @@ def take_utf8(pending: bytes, data: bytes) -> tuple[str, bytes]:
     """
     data = pending + data
     text, consumed = codecs.utf_8_decode(data, "replace", False)
-    return text, data[consumed:]
+    rest = data[consumed:]
+    if len(rest) == 2 and rest[0] == 0xED and rest[1] >= 0xA0:
+        # Half of a surrogate: Python waits for the third byte (for "surrogatepass"), yet no byte can save it.
+        return text + REPLACEMENT * 2, b""
+    return text, rest
 
 
 @dataclass(slots=True)

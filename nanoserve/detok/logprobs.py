@@ -27,6 +27,7 @@ class TokenNames:
     def __init__(self, tokenizer: Tokenizer, table: TokenTable | None, windows: WindowDecoder) -> None:
         self.special_ids = tokenizer.special_ids
         self.has_table = table is not None
+        self.head_matters = table is not None and not table.head_free
         self._tokenizer = tokenizer
         self._table = table
         self._windows = windows
@@ -39,6 +40,13 @@ class TokenNames:
         if not 0 <= token_id < self._tokenizer.vocab_size:
             return b""
         return self._table.raw(token_id) if self._table is not None else self._text(token_id).encode()
+
+    def shown_bytes(self, token_id: int, piece: str, *, at_head: bool) -> bytes:
+        """What this token adds to the text, where `piece` is what the decoder released for it."""
+        if self._table is None:
+            return piece.encode()
+        at_head = at_head and self.head_matters and self._table.texts[token_id] is not None
+        return piece.encode() if at_head else self._table.raw(token_id)
 
     def text(self, token_id: int) -> str:
         """For people: whole characters as they are (with their leading space), parts of characters as `bytes:\\xe2`."""
@@ -86,27 +94,28 @@ class ScoreLine:
         self._pending = b""
         self._next_index: int | None = None
 
-    @property
-    def has_bytes(self) -> bool:
-        """Whether a token's bytes are known without its piece of the text."""
-        return self._names.has_table
-
     def add(
-        self, token_id: int, scores: RowLogprobs, at: int, *, index: int, piece: str | None, hidden: bool = False
+        self,
+        token_id: int,
+        scores: RowLogprobs,
+        at: int,
+        *,
+        index: int,
+        piece: str,
+        at_head: bool = False,
+        hidden: bool = False,
     ) -> None:
         """One more token: `scores` at position `at` are its own, `index` is its place in the output.
 
-        `piece` is its text where that is not what the table says (the first of a text, or no table); a `hidden`
-        token (a final stop id) is not part of the text.
+        `piece` is the text that the decoder released for it; it counts where the table does not: `at_head`, at the
+        very beginning of a text. A `hidden` token (a final stop id) is not part of the text.
         """
         if self._next_index is None:
             self._next_index = index
         if hidden or token_id in self._skipped:
             raw = b""
-        elif piece is not None:
-            raw = piece.encode()
         else:
-            raw = self._names.raw(token_id)
+            raw = self._names.shown_bytes(token_id, piece, at_head=at_head and not self._pending)
         before, offset = self._pending, self._chars
         text, self._pending = take_utf8(before, raw)
         self._chars += len(text)
@@ -172,9 +181,8 @@ def prompt_entries(names: TokenNames, token_ids: Sequence[int], scores: RowLogpr
     entries: list[TokenText] = []
     for at, (token_id, piece, (offset, _)) in enumerate(zip(token_ids, pieces, pairwise(offsets), strict=True)):
         special = token_id in names.special_ids
-        at_head = offset == 0 or not names.has_table
-        raw = b"" if special else piece.encode() if at_head and piece else names.raw(token_id)
-        text = piece if at_head and piece else names.text(token_id)
+        raw = b"" if special else names.shown_bytes(token_id, piece, at_head=offset == 0)
+        text = piece if piece and offset == 0 else names.text(token_id)
         top = top_entries(names, scores, at)
         entries.append(TokenText(token_id, text, raw, scores.logprobs[at], scores.ranks[at], top, offset))
     return entries

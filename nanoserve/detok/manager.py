@@ -149,30 +149,30 @@ class DetokManager:
 
     def process(self, batches: Sequence[TokenBatch]) -> DetokOutput:
         """One drain. Never raises for what a batch says; a row that cannot be decoded ends that request alone."""
-        if not batches:
+        current = self._current(batches)
+        if not current:
             return DetokOutput()
         drain = _Drain()
-        for batch in batches:
-            if self._is_current(batch):
-                self._take_in(batch, drain)
+        for batch in current:
+            self._take_in(batch, drain)
         self._advance(drain)
         self._counters.evictions += self._states.evict()
-        return self._output(batches, drain)
+        return self._output(current, drain)
 
     # ---- taking in ---------------------------------------------------------------------------------------
 
-    def _is_current(self, batch: TokenBatch) -> bool:
-        known = self._engines.get(batch.engine_index)
-        if known == batch.incarnation:
-            return True
-        if known is not None and batch.incarnation < known:
-            self._counters.dropped_messages += 1  # the last words of a dead engine
-            return False
-        self._engines[batch.engine_index] = batch.incarnation
-        if known is not None:
-            self._states.clear()
-            self._all_awaited = False
-        return True
+    def _current(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+        """The batches of engines that live. A new incarnation knows nothing of the old one's states, nor do we then."""
+        for batch in batches:
+            known = self._engines.get(batch.engine_index, 0)
+            if batch.incarnation > known:
+                self._engines[batch.engine_index] = batch.incarnation
+                if known:
+                    self._states.clear()
+                    self._all_awaited = False
+        current = [batch for batch in batches if batch.incarnation == self._engines[batch.engine_index]]
+        self._counters.dropped_messages += len(batches) - len(current)
+        return current
 
     def _take_in(self, batch: TokenBatch, drain: _Drain) -> None:
         self._counters.batches += 1

@@ -241,14 +241,23 @@ def test_a_row_that_cannot_be_decoded_fails_alone() -> None:
     assert decoder.decode([Chunk(good, ids), Chunk(bad, [77])]) == [["fox"], None]
 
 
-@given(st.binary(max_size=60), st.data())
-def test_utf8_taken_in_pieces_is_utf8(raw: bytes, data: st.DataObject) -> None:
-    text, pending, at = "", b"", 0
-    while at < len(raw):
-        size = data.draw(st.integers(1, 7))
+_lead = st.sampled_from(
+    [0x41, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0, 0xC2, 0xE0, 0xE2, 0xED, 0xEF, 0xF0, 0xF4, 0xF5, 0xFF]
+)
+
+
+@given(st.one_of(st.binary(max_size=40), st.lists(_lead, max_size=40).map(bytes)), st.integers(1, 7))
+def test_utf8_taken_in_pieces_is_utf8(raw: bytes, size: int) -> None:
+    """And nothing is held that no further byte can change: what is pending is one unfinished character."""
+    text, pending = "", b""
+    for at in range(0, len(raw), size):
         piece, pending = take_utf8(pending, raw[at : at + size])
         text += piece
         assert len(pending) <= 3
-        at += size
+        assert len(pending.decode("utf-8", "replace")) <= 1
     assert text + pending.decode("utf-8", "replace") == raw.decode("utf-8", "replace")
-    assert len(pending.decode("utf-8", "replace")) <= 1
+
+
+def test_half_a_surrogate_is_invalid_at_once() -> None:
+    assert take_utf8(b"\xed", b"\xa9") == ("\ufffd\ufffd", b"")
+    assert take_utf8(b"\xed", b"\x9f") == ("", b"\xed\x9f")

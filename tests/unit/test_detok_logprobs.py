@@ -1,0 +1,178 @@
+"""Logprob entries: real bytes that join to the text, in the frame of their last byte, none lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoserve.config import DetokConfig
+from nanoserve.detok.logprobs import escape
+from nanoserve.detok.manager import DetokManager
+from nanoserve.ipc.columns import pack_ids
+from nanoserve.ipc.messages import EmitMode, Opened, PromptLogprobs, RowLogprobs, TextSpec, TokenBatch
+from nanoserve.tokenizer import HFTokenizer
+from tests.unit.detok_ring import Ring
+from tests.unit.detok_tokenizers import CORPUS, FAMILIES, SPECIALS, byte_level, llama2, word_piece
+
+
+def scores_for(ids: list[int], vocab_size: int) -> list[RowLogprobs]:
+    return [RowLogprobs(0, [-0.5 * i], [1], [[i, (i + 1) % vocab_size]], [[-0.1, -2.0]]) for i in ids]
+
+
+def run(tokenizer: HFTokenizer, ids: list[int], spec: TextSpec, sizes: list[int], kind: str = "auto") -> Ring:
+    ring = Ring(tokenizer, detokenizer=kind)
+    ring.engine.add(1, ids, spec, scores=scores_for(ids, tokenizer.vocab_size))
+    for size in sizes:
+        ring.step(size)
+    ring.run()
+    return ring
+
+
+@pytest.mark.parametrize("kind", ["bytes", "window"])
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_joined_bytes_are_the_text_and_no_entry_is_lost(family: str, kind: str, data: st.DataObject) -> None:
+    tokenizer = FAMILIES[family]()
+    ids = tokenizer.encode(data.draw(st.sampled_from(CORPUS)), add_special_tokens=False)
+    ids[data.draw(st.integers(0, len(ids))) : 0] = [tokenizer.token_to_id(SPECIALS[2]) or 0]
+    tail = tuple(data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=5)))
+    spec = TextSpec(prompt_tail=tail, emit=data.draw(st.sampled_from(list(EmitMode))))
+    got = run(tokenizer, ids, spec, data.draw(st.lists(st.integers(0, 5), max_size=40)), kind).of(1)
+    assert b"".join(entry.raw for entry in got.entries) == got.text.encode()
+    assert [entry.token_id for entry in got.entries] == ids
+    assert [entry.logprob for entry in got.entries] == [-0.5 * i for i in ids]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_an_entry_comes_with_its_last_byte_and_not_before(data: st.DataObject) -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode(data.draw(st.text(alphabet="a é🔥STOP", max_size=20)), add_special_tokens=False)
+    ring = Ring(tokenizer)
+    ring.engine.add(1, ids, TextSpec(stop=("STOPPED",)), scores=scores_for(ids, tokenizer.vocab_size))
+    while not ring.engine.is_done:
+        ring.step(data.draw(st.integers(1, 3)))
+        if 1 not in ring.api.received or ring.of(1).finished is not None:
+            continue
+        got = ring.of(1)
+        # Characters that are out or begun: every entry but the last lies inside the text that was sent.
+        raw = b"".join(entry.raw for entry in got.entries)
+        assert got.text.encode().startswith(raw)
+    for entry, chars in zip(ring.of(1).entries, ring.of(1).entry_chars, strict=True):
+        assert entry.text_offset <= chars
+    assert len(ring.of(1).entries) == len(ids)
+
+
+def test_parts_of_a_character_have_their_own_bytes_and_names_that_differ() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("🔥🔥", add_special_tokens=False)
+    assert len(ids) > 2
+    got = run(tokenizer, ids, TextSpec(), []).of(1)
+    assert b"".join(entry.raw for entry in got.entries) == "🔥🔥".encode()
+    assert got.entries[0].text.startswith("bytes:\\x") and escape(got.entries[0].raw) == got.entries[0].text
+    assert len({entry.text for entry in got.entries}) == len(set(ids))
+    assert got.entries[0].text_offset == 0
+    assert all(len(entry.top) == 2 and entry.top[0][0] == entry.token_id for entry in got.entries)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_cuts_bytes_where_it_cuts_the_text(include: bool) -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("the quick brown fox jumps", add_special_tokens=False)
+    for size in (1, 4, 50):
+        spec = TextSpec(stop=("wn f",), include_stop_str_in_output=include)
+        got = run(tokenizer, ids, spec, [size] * 40).of(1)
+        assert got.text == ("the quick brown f" if include else "the quick bro")
+        assert b"".join(entry.raw for entry in got.entries) == got.text.encode()
+        assert got.finished is not None
+        assert len(got.entries) == got.finished.finished.num_output_tokens == len(got.ids)
+
+
+def test_a_leading_space_belongs_to_its_token_except_at_the_very_beginning() -> None:
+    tokenizer = llama2()
+    ids = tokenizer.encode("the dog", add_special_tokens=False)
+    first = run(tokenizer, ids, TextSpec(), []).of(1)
+    assert first.text == "the dog" and not first.entries[0].raw.startswith(b" ")
+    later = run(tokenizer, ids, TextSpec(prompt_tail=tuple(ids)), []).of(1)
+    assert later.text == " the dog" and later.entries[0].raw.startswith(b" ")
+
+
+def test_a_hidden_stop_id_has_an_entry_without_bytes() -> None:
+    tokenizer = byte_level()
+    end = tokenizer.token_to_id("</s>")
+    assert end is not None
+    ids = [*tokenizer.encode("fox", add_special_tokens=False), end]
+    ring = Ring(tokenizer)
+    ring.engine.add(1, ids, TextSpec(), scores=scores_for(ids, tokenizer.vocab_size), stop_token_id=end)
+    ring.run()
+    last = ring.of(1).entries[-1]
+    assert (last.token_id, last.text, last.raw) == (end, "</s>", b"")
+    assert len(ring.of(1).entries) == len(ids)
+
+
+def test_without_a_table_names_come_from_the_tokenizer() -> None:
+    tokenizer = word_piece()
+    ring = Ring(tokenizer)
+    ring.detok = DetokManager(tokenizer, DetokConfig(), table=None)
+    ids = tokenizer.encode("the quick brown fox", add_special_tokens=False)
+    ring.engine.add(1, ids, TextSpec(), scores=scores_for(ids, tokenizer.vocab_size))
+    ring.run()
+    got = ring.of(1)
+    assert b"".join(entry.raw for entry in got.entries) == got.text.encode() == tokenizer.decode(ids).encode()
+    assert all(text for entry in got.entries for _, text, _, _ in entry.top)
+
+
+def test_a_prompts_entries_join_to_its_text() -> None:
+    rng = random.Random(5)
+    for family in FAMILIES:
+        tokenizer = FAMILIES[family]()
+        manager = DetokManager(tokenizer, DetokConfig())
+        ids = tokenizer.encode(rng.choice(CORPUS), add_special_tokens=False)
+        ids = [tokenizer.token_to_id("<s>") or 0, *ids]
+        scores = RowLogprobs(
+            -1,
+            [None] + [-1.0] * (len(ids) - 1),
+            [0] * len(ids),
+            [[]] + [[3]] * (len(ids) - 1),
+            [[]] + [[-1.0]] * (len(ids) - 1),
+        )
+        opened = Opened(1, b"\x90")
+        output = manager.process(
+            [TokenBatch(0, 1, 1, opened=[opened], prompt_logprobs=[PromptLogprobs(1, pack_ids(ids), scores)])]
+        )
+        (prompt,) = output.text_batches[0].prompt_logprobs
+        assert b"".join(entry.raw for entry in prompt.tokens).decode() == tokenizer.decode(ids)
+        assert [entry.token_id for entry in prompt.tokens] == ids
+        assert prompt.tokens[0].logprob is None and prompt.tokens[1].logprob == -1.0
+
+
+def test_entries_survive_a_lost_state() -> None:
+    """After a gap the engine tells all again, scores included; api drops what it has by index."""
+    tokenizer = byte_level()
+    ids = tokenizer.encode(CORPUS[5], add_special_tokens=False)
+    scores = scores_for(ids, tokenizer.vocab_size)
+    ring = Ring(tokenizer)
+    ring.engine.add(1, ids, TextSpec(), scores=scores)
+    for _ in range(9):
+        ring.step()
+    script = ring.engine.scripts[1]
+    merged = RowLogprobs(
+        0,
+        [s.logprobs[0] for s in scores],
+        [s.ranks[0] for s in scores],
+        [s.top_ids[0] for s in scores],
+        [s.top_logprobs[0] for s in scores],
+    )
+    again = TokenBatch(
+        0, 1, 60, opened=[Opened(1, script.spec)], request_ids=[1], first_index=[0], num_tokens=[len(ids)],
+        token_ids=pack_ids(ids), logprobs=[merged],
+    )  # fmt: skip
+    ring._waiting.append(again)
+    ring.run()
+    got = ring.of(1)
+    assert [entry.token_id for entry in got.entries] == ids
+    assert b"".join(entry.raw for entry in got.entries) == CORPUS[5].encode()
