@@ -27,6 +27,7 @@ from nanoserve.config import ServerConfig
 from nanoserve.errors import StartupError
 from nanoserve.ipc.channels import Inbox, Outbox
 from nanoserve.ipc.endpoints import Endpoints, create_run_dir, remove_run_dir
+from nanoserve.ipc.link import EXIT_STREAMS_CUT
 from nanoserve.ipc.messages import (
     PROTOCOL_VERSION,
     EngineFacts,
@@ -42,7 +43,6 @@ from nanoserve.obs.terminal import Terminal, base_url, ready_lines
 _log = logging.getLogger(__name__)
 
 EXIT_CHILD_DIED = 70
-EXIT_DRAIN_TIMEOUT = 75
 _TURN_MS = 500
 _STOP_GRACE_S = 5.0  # for a part that has nothing left to do
 _BACKLOG = 4096
@@ -274,7 +274,7 @@ class Supervisor:
         for child in apis:
             child.send_signal(signal.SIGTERM)
         codes, finished = self._wait_for_end(apis, self._config.api.drain_timeout + _STOP_GRACE_S)
-        in_time = finished and EXIT_DRAIN_TIMEOUT not in codes
+        in_time = finished and EXIT_STREAMS_CUT not in codes
         for role in ("detok", "engine", "prepare"):
             children = self._living(role)
             for child in children:
@@ -284,7 +284,7 @@ class Supervisor:
                 self._wait_for_end(children, _STOP_GRACE_S)
             self._kill(children)
         self._terminal.line("stopped" if in_time else "stopped: streams that did not finish in time were cut")
-        return 0 if in_time else EXIT_DRAIN_TIMEOUT
+        return 0 if in_time else EXIT_STREAMS_CUT
 
     def _end_with_error(self, reason: str, dead: Child | None) -> None:
         """Open streams get an error event and their terminator; the operator gets the dead child's last words."""

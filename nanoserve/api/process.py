@@ -34,7 +34,7 @@ from nanoserve.errors import StartupError
 from nanoserve.ipc.channels import AsyncInbox, Outbox
 from nanoserve.ipc.endpoints import Endpoints
 from nanoserve.ipc.ids import RequestIdAllocator
-from nanoserve.ipc.link import ProcessLink
+from nanoserve.ipc.link import EXIT_STREAMS_CUT, ProcessLink
 from nanoserve.ipc.messages import ApiInbox, EmitMode, Failure, SamplingParams, ServerStatus, TextBatch, TextSpec
 
 log = logging.getLogger(__name__)
@@ -42,23 +42,28 @@ log = logging.getLogger(__name__)
 _CLOSE_S = 2.0  # for handlers to write their last words
 
 
-def run(config: ServerConfig, endpoints: Endpoints, link: ProcessLink, listen_socket: socket.socket) -> None:
-    """Runs until a stop is requested and the live streams have ended, or the drain time is over."""
-    uvloop.run(_main(config, endpoints, link, listen_socket))
+def run(config: ServerConfig, endpoints: Endpoints, link: ProcessLink, listen_socket: socket.socket) -> int:
+    """Runs until a stop is requested and the live streams have ended, or the drain time is over.
+
+    Returns the exit code: 0, or EXIT_STREAMS_CUT when live streams had to be ended.
+    """
+    code: int = uvloop.run(_main(config, endpoints, link, listen_socket))
+    return code
 
 
-async def _main(config: ServerConfig, endpoints: Endpoints, link: ProcessLink, listen_socket: socket.socket) -> None:
+async def _main(config: ServerConfig, endpoints: Endpoints, link: ProcessLink, listen_socket: socket.socket) -> int:
     ring = zmq.asyncio.Context()
     plain = zmq.Context(ring)  # the same I/O threads, for sockets that never wait
     inbox: AsyncInbox[ApiInbox] = AsyncInbox(ring, endpoints.api(link.index), ApiInbox)
     outbox = Outbox(plain, endpoints.engine())
     process = ApiProcess(config, link, inbox, outbox)
     try:
-        await process.serve(listen_socket)
+        all_finished = await process.serve(listen_socket)
     finally:
         outbox.close()
         inbox.close()
         ring.destroy(linger=1000)
+    return 0 if all_finished else EXIT_STREAMS_CUT
 
 
 class ApiProcess:
@@ -90,8 +95,11 @@ class ApiProcess:
         self._can_load: asyncio.Future[ServerStatus] = asyncio.get_running_loop().create_future()
         self._failure: BaseException | None = None
 
-    async def serve(self, listen_socket: socket.socket) -> None:
-        """Answers HTTP from the first moment; returns when drained, raises what ended one of its tasks."""
+    async def serve(self, listen_socket: socket.socket) -> bool:
+        """Answers HTTP from the first moment; returns when drained, raises what ended one of its tasks.
+
+        True when every live stream has finished by itself.
+        """
         loop = asyncio.get_running_loop()
         runner = web.AppRunner(
             build_app(self.context),
@@ -109,7 +117,7 @@ class ApiProcess:
             task.add_done_callback(self._note_failure)
         try:
             await self._stop.wait()
-            await self._drain()
+            all_finished = await self._drain()
         finally:
             loop.remove_reader(self._link.stop_fd)
             await runner.cleanup()
@@ -119,6 +127,7 @@ class ApiProcess:
             self.context.lifecycle.close()
         if self._failure is not None:
             raise self._failure
+        return all_finished
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         """A task that breaks ends the process loudly: the supervisor starts it again."""
@@ -131,15 +140,20 @@ class ApiProcess:
         self.context.lifecycle.stopping = True
         self._stop.set()
 
-    async def _drain(self) -> None:
-        """Lets live streams finish; at the limit (at once after a failure) they get an error event and [DONE]."""
+    async def _drain(self) -> bool:
+        """Lets live streams finish; at the limit (at once after a failure) they get an error event and [DONE].
+
+        False when there were such streams.
+        """
         client, pacer = self.context.client, self.context.pacer
         if self._failure is None:
             await _until(lambda: not len(pacer) or self._failure is not None, self._config.api.drain_timeout)
-        if client.num_live:
+        all_finished = not client.num_live
+        if not all_finished:
             log.warning("%d requests did not end within the drain time", client.num_live)
             client.fail_all(Failure(503, "The server is shutting down.", None, "unavailable_error", "draining"))
         await _until(lambda: not len(pacer), _CLOSE_S)
+        return all_finished
 
     async def _receive(self) -> None:
         client, metrics = self.context.client, self.context.metrics

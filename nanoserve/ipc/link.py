@@ -10,6 +10,8 @@ from typing import Protocol
 
 from nanoserve.ipc.messages import EngineFacts
 
+EXIT_STREAMS_CUT = 75  # an api returns it from `run` when streams were cut at the end of the drain time
+
 
 class Watchdog(Protocol):
     """Progress of one loop. A loop that neither feeds nor is idle for too long has its stacks dumped."""
