@@ -23,11 +23,11 @@ from nanoserve.ipc.messages import (
     Finished,
     FinishReason,
     Release,
+    RowTokenTexts,
     SamplingParams,
     TextBatch,
     TextFinished,
     TextSpec,
-    TokenText,
 )
 
 DEADLINE_WORD = "timeout"  # stop_reason of a request that its deadline ended
@@ -108,7 +108,9 @@ class EngineClient:
             cache_salt=new.cache_salt,
             arrival_ns=self._clock_ns(),
         )
-        stream = RequestStream(request, outlet, index=new.index, interval=new.interval)
+        stream = RequestStream(
+            request, outlet, index=new.index, interval=new.interval, wants_ids=new.text.return_token_ids
+        )
         self._live[request.request_id] = stream
         self.counters.submitted += 1
         self._send(request)
@@ -175,7 +177,7 @@ class EngineClient:
     def _deliver_rows(self, batch: TextBatch) -> None:
         now_ns = self._clock_ns()
         ids = unpack_ids(batch.token_ids)
-        logprobs = {row.row: row.tokens for row in batch.logprobs} if batch.logprobs else {}
+        logprobs = {scored.row: scored for scored in batch.logprobs} if batch.logprobs else {}
         start = 0
         for row, request_id in enumerate(batch.request_ids):
             end = start + batch.num_tokens[row]
@@ -201,7 +203,7 @@ class EngineClient:
         char_offset: int,
         first_index: int,
         ids: list[int],
-        logprobs: list[TokenText] | None,
+        logprobs: RowTokenTexts | None,
         now_ns: int,
     ) -> None:
         try:

@@ -16,6 +16,8 @@ from nanoserve.api.prompt import PROMPT_TAIL, EncodedPrompt, fit_max_tokens
 from nanoserve.api.validation import MAX_SEQUENCES, ValidRequest
 from nanoserve.errors import RequestError
 
+_ONLY_THE_END = 2**31 - 1  # a unary answer is written once; nothing in between needs a wake-up
+
 
 def build_requests(
     valid: ValidRequest,
@@ -42,7 +44,7 @@ def build_requests(
                     priority=valid.priority,
                     cache_salt=valid.cache_salt,
                     index=number * valid.n + sample,
-                    interval=valid.interval,
+                    interval=valid.interval if valid.stream else _ONLY_THE_END,
                 )
             )
     return requests

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanoserve.errors import ProtocolError
-from nanoserve.ipc.messages import AddRequest, TextFinished, TokenText
+from nanoserve.ipc.messages import AddRequest, RowTokenTexts, TextFinished, TokenText
 
 
 class StreamGapError(ProtocolError):
@@ -67,6 +67,7 @@ class RequestStream:
 
     __slots__ = (
         "_logprobs",
+        "_num_scored",
         "_num_taken",
         "_outlet",
         "_prompt_logprobs",
@@ -83,12 +84,16 @@ class RequestStream:
         "pending_chars",
         "request",
         "submitted_ns",
+        "wants_ids",
     )
 
-    def __init__(self, request: AddRequest, outlet: Outlet, *, index: int = 0, interval: int = 1) -> None:
+    def __init__(
+        self, request: AddRequest, outlet: Outlet, *, index: int = 0, interval: int = 1, wants_ids: bool = False
+    ) -> None:
         self.request = request
         self.index = index  # of the choice in its response
         self.interval = interval  # tokens between wake-ups of the writer; the first and the last come at once
+        self.wants_ids = wants_ids  # else tokens without text wake nobody
         self.output_ids = array("i")
         self.num_chars = 0
         self.pending_chars = 0
@@ -99,6 +104,7 @@ class RequestStream:
         self.last_ns = 0
         self._outlet = outlet
         self._num_taken = 0
+        self._num_scored = 0  # logprob entries so far; they may lag behind the ids, with their text
         self._texts: list[str] = []
         self._logprobs: list[TokenText] = []
         self._prompt_logprobs: list[TokenText] | None = None
@@ -109,7 +115,12 @@ class RequestStream:
         return self.request.request_id
 
     def push_row(
-        self, delta: str, char_offset: int, first_index: int, ids: Sequence[int], logprobs: list[TokenText] | None
+        self,
+        delta: str,
+        char_offset: int,
+        first_index: int,
+        ids: Sequence[int],
+        logprobs: RowTokenTexts | None = None,
     ) -> int:
         """Takes one row; what this stream already has is dropped. Returns how many ids were new, -1 for a mere repeat.
 
@@ -121,22 +132,28 @@ class RequestStream:
             raise StreamGapError(f"row at token {first_index}, char {char_offset} is ahead of the stream")
         if known_ids:
             ids = ids[known_ids:]
-            logprobs = logprobs[known_ids:] if logprobs else None
         if known_chars:
             delta = delta[known_chars:]
-        if not ids and not delta:
+        scored = self._push_logprobs(logprobs) if logprobs is not None else False
+        if not ids and not delta and not scored:
             return -1
         if delta:
             self._texts.append(delta)
             self.num_chars += len(delta)
             self.pending_chars += len(delta)
         self.output_ids.extend(ids)
-        if logprobs:
-            self._logprobs.extend(logprobs)
         pending = len(self.output_ids) - self._num_taken
-        if pending >= self.interval or self._num_taken == 0 or not ids:
+        is_first = self._num_taken == 0
+        if is_first or ((pending >= self.interval or not ids) and (delta or scored or self.wants_ids)):
             self._announce()
         return len(ids)
+
+    def _push_logprobs(self, row: RowTokenTexts) -> bool:
+        """Takes the entries that are new. After a restart of the engine some may be missing; those are not made up."""
+        known = max(self._num_scored - row.first_index, 0)
+        self._logprobs.extend(row.tokens[known:])
+        self._num_scored = max(self._num_scored, row.first_index + len(row.tokens))
+        return len(row.tokens) > known
 
     def push_prompt_logprobs(self, tokens: list[TokenText]) -> None:
         """Kept for the first piece; a repeat after a resubmission is dropped."""
@@ -151,7 +168,8 @@ class RequestStream:
         """The terminal record; the writer finds it in the last piece."""
         self.finished = record
         stop_token = record.finished.stop_token_id
-        if stop_token is not None and self._logprobs and self._logprobs[-1].token_id == stop_token:
+        last = self._logprobs[-1] if self._logprobs else None
+        if stop_token is not None and last is not None and last.token_id == stop_token and not last.raw:
             self._logprobs.pop()  # the token that ended the text is not part of it
         self._announce()
 

@@ -166,7 +166,7 @@ class FakeRing:
             first_index=[first],
             num_tokens=[len(text)],
             token_ids=pack_ids(ord(char) for char in text),
-            logprobs=[RowTokenTexts(0, logprobs)] if logprobs else [],
+            logprobs=[RowTokenTexts(0, logprobs, first)] if logprobs else [],
         )
 
     def finish(self, request_id: int, reason: FinishReason = FinishReason.LENGTH, **fields: Any) -> None:

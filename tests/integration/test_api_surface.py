@@ -1,0 +1,290 @@
+"""What clients see and what the engine gets: fields, shapes, errors, operations."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from nanoserve.config import ApiConfig, ServerConfig
+from nanoserve.ipc.messages import AddRequest, EmitMode, FinishReason, TokenText
+from tests.integration.api_ring import (
+    CONTEXT,
+    EOS,
+    Api,
+    loaded_api,
+    prompt_of,
+    text_spec_of,
+    token_text,
+)
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    async with loaded_api(tmp_path) as running:
+        yield running
+
+
+def idle(_: AddRequest) -> None:
+    """A script that leaves the request to the test."""
+
+
+async def test_what_the_engine_gets(api: Api) -> None:
+    status, body = await api.post(
+        COMPLETIONS,
+        {
+            "prompt": "Hello, all",
+            "max_tokens": 3,
+            "temperature": 0.5,
+            "seed": 7,
+            "stop": ["x", "yy"],
+            "logit_bias": {"5": 200},
+            "stop_token_ids": [3],
+            "n": 2,
+        },
+    )
+    assert status == 200, body
+    first, second = api.ring.added[1:]
+    assert prompt_of(first) == list(b"Hello, all")
+    assert (first.sampling.seed, second.sampling.seed) == (7, 8)
+    assert first.sampling.logit_bias == {5: 100.0} and first.sampling.stop_token_ids == (3,)
+    spec = text_spec_of(first)
+    assert spec.prompt_tail == tuple(b"o, all"[-5:]) and spec.stop == ("x", "yy") and spec.emit == EmitMode.FINAL
+    assert [c["index"] for c in body["choices"]] == [0, 1]
+    assert body["usage"]["prompt_tokens"] == 10 and body["usage"]["completion_tokens"] == 6
+
+
+async def test_prompt_shapes_and_indices(api: Api) -> None:
+    for prompt in ("ab", ["ab"], [97, 98], [[97, 98]]):
+        status, body = await api.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 2})
+        assert (status, body["usage"]["prompt_tokens"]) == (200, 2)
+    status, body = await api.post(
+        COMPLETIONS, {"prompt": ["a b", "c d e"], "n": 2, "temperature": 1, "echo": True, "max_tokens": 1}
+    )
+    assert [(c["index"], c["text"]) for c in body["choices"]] == [
+        (0, "a ba"), (1, "a ba"), (2, "c d ea"), (3, "c d ea"),
+    ]  # fmt: skip
+    events = await api.events(
+        COMPLETIONS,
+        {
+            "prompt": ["a b", "c d e"],
+            "n": 2,
+            "max_tokens": 1,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    )
+    finishes = [e["choices"][0]["index"] for e in events if e["choices"] and e["choices"][0]["finish_reason"]]
+    assert sorted(finishes) == [0, 1, 2, 3]
+    assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 4
+    assert events[-1]["usage"]["prompt_tokens"] == 8
+
+
+async def test_chat_stream_frames(api: Api) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": True}
+    events = await api.events(CHAT, {**body, "stream_options": {"include_usage": True}})
+    deltas = [e["choices"][0]["delta"] for e in events if e["choices"]]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "aa"}, {}]
+    assert [e["choices"][0]["finish_reason"] for e in events if e["choices"]] == [None, None, "length"]
+    assert events[-1]["choices"] == [] and events[-1]["usage"]["total_tokens"] == len("<user>hi<assistant>") + 2
+    assert len({(e["id"], e["created"], e["model"], e["object"]) for e in events}) == 1
+    assert "usage" not in events[0]
+    assert bytes(prompt_of(api.ring.added[-1])) == b"<user>hi<assistant>"  # no BOS is added to rendered text
+
+
+async def test_chat_unary_defaults_and_template_errors(api: Api) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    status, body = await api.post(CHAT, {"messages": [{"role": "user", "content": parts}]})
+    prompt_length = len("<user>hi<assistant>")
+    assert status == 200 and body["choices"][0]["message"]["content"] == "a" * (CONTEXT - prompt_length)
+    status, body = await api.post(CHAT, {"messages": [{"role": "bad", "content": "x"}]})
+    assert status == 400 and "roles must alternate" in body["error"]["message"]
+    status, body = await api.post(CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})
+    assert status == 400 and "image_url" in body["error"]["message"]
+
+
+async def test_chat_logprobs_have_bytes_and_completions_offsets(api: Api) -> None:
+    def script(add: AddRequest) -> None:
+        top = [(98, "b", b"b", -0.5), (99, "c", b"c", float("-inf"))]
+        api.ring.token(add.request_id, "ab", logprobs=[token_text("a", -1.0, 0, top), token_text("b", -2.0, 1, top)])
+        api.ring.finish(add.request_id)
+
+    api.ring.script = script
+    body = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
+    content = (await api.post(CHAT, body))[1]["choices"][0]["logprobs"]["content"]
+    assert [c["bytes"] for c in content] == [[97], [98]]
+    assert content[0]["top_logprobs"][1] == {"token": "c", "logprob": -9999.0, "bytes": [99]}
+    shown = (await api.post(COMPLETIONS, {"prompt": "hi", "logprobs": 1}))[1]["choices"][0]["logprobs"]
+    assert shown["tokens"] == ["a", "b"] and shown["text_offset"] == [0, 1]
+    assert shown["top_logprobs"][0] == {"b": -0.5, "a": -1.0}
+
+
+async def test_the_token_that_ended_the_text_has_no_logprob_entry(api: Api) -> None:
+    def script(add: AddRequest) -> None:
+        end = replace_raw(token_text("!", -3.0, 1))
+        api.ring.token(add.request_id, "a!", logprobs=[token_text("a", -1.0, 0), end])
+        api.ring.finish(add.request_id, FinishReason.STOP, stop_token_id=ord("!"), is_eos=True)
+
+    api.ring.script = script
+    choice = (await api.post(COMPLETIONS, {"prompt": "hi", "logprobs": 0}))[1]["choices"][0]
+    assert choice["logprobs"]["tokens"] == ["a"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+
+
+def replace_raw(token: TokenText) -> TokenText:
+    return msgspec.structs.replace(token, raw=b"")
+
+
+async def test_operations(api: Api) -> None:
+    api.ring.stats(num_running=3, steps=7, blocks_total=100)
+    _, body = await api.get("/v1/models")
+    assert [m["id"] for m in body["data"]] == ["tiny", "alias"] and body["data"][0]["max_model_len"] == CONTEXT
+    assert (await api.get("/v1/models/alias"))[0] == 200
+    assert (await api.get("/v1/models/other"))[1]["error"]["code"] == 404
+    assert (await api.post("/tokenize", {"prompt": "ab"}))[1]["tokens"] == [97, 98]
+    assert (await api.post("/detokenize", {"tokens": [97, 98]}))[1]["prompt"] == "ab"
+    assert (await api.post("/detokenize", {"tokens": [VOCAB_PLUS]}))[0] == 400
+    assert "version" in (await api.get("/version"))[1]
+    while "nanoserve_num_requests_running 3.0" not in (text := (await api.get("/metrics"))[1]):
+        await asyncio.sleep(0.01)
+    assert "nanoserve_engine_steps_total 7.0" in text and "nanoserve_kv_blocks_total 100.0" in text
+    info = (await api.get("/server_info"))[1]
+    assert info["engine"]["max_model_len"] == CONTEXT and info["model"] == "tiny"
+
+
+VOCAB_PLUS = EOS + 10
+
+
+async def test_request_id_is_echoed_and_unknown_fields_are_named(api: Api) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "frobnicate": 3}
+    async with api.http.post(api.url + COMPLETIONS, json=body, headers={"X-Request-Id": "mine-1"}) as response:
+        assert response.headers["X-Request-Id"] == "mine-1"
+        assert "frobnicate" in response.headers["X-Nanoserve-Warnings"]
+    async with api.http.post(api.url + COMPLETIONS, json={**body, "stream": True}) as response:
+        assert response.headers["X-Request-Id"] and "frobnicate" in response.headers["X-Nanoserve-Warnings"]
+    async with api.http.get(api.url + "/nothing") as response:
+        assert response.headers["X-Request-Id"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"[1]", 400),
+        (b'{"prompt":"\xfe"}', 400),
+        (b'{"prompt":"\\ud800"}', 400),
+        (b'{"prompt":"x","temperature":NaN}', 400),
+        (b'{"prompt":"x","top_p":Infinity}', 400),
+        (b'{"prompt":"x","temperature":1e400}', 400),
+        (b'{"prompt":"x","z":' + b"[" * 50_000, 400),
+        (b'{"prompt":"x","seed":' + b"9" * 5000 + b"}", 400),
+        (b'{"prompt":"x"} trailing', 400),
+        ({"prompt": "x", "model": "other"}, 404),
+        ({"prompt": [3, "x"]}, 400),
+        ({"prompt": [[]]}, 400),
+        ({"prompt": []}, 400),
+        ({"prompt": ""}, 400),
+        ({"prompt": [True]}, 400),
+        ({"prompt": [1.5]}, 400),
+        ({}, 400),
+        ({"prompt": [VOCAB_PLUS]}, 400),
+        ({"prompt": [-7]}, 400),
+        ({"prompt": [2**33]}, 400),
+        ({"prompt": [2**66]}, 400),
+        ({"prompt": "x", "logit_bias": {"49152": 1}}, 400),
+        ({"prompt": "x", "logit_bias": {"x": 1}}, 400),
+        ({"prompt": "x", "logit_bias": {"-3": 1}}, 400),
+        ({"prompt": "x", "logit_bias": {"7": "y"}}, 400),
+        ({"prompt": "x", "seed": 2**63}, 400),
+        ({"prompt": "x", "seed": -(2**63) - 1}, 400),
+        ({"prompt": "x", "seed": "a"}, 400),
+        ({"prompt": "x", "seed": 2**63 - 1, "max_tokens": 1}, 200),
+        ({"prompt": "x", "n": 0, "stream": True}, 400),
+        ({"prompt": "x", "n": -3, "stream": True}, 400),
+        ({"prompt": "x", "n": 10**9, "stream": True}, 400),
+        ({"prompt": "x", "n": 2, "temperature": 0}, 400),
+        ({"prompt": "x", "stop": [""]}, 400),
+        ({"prompt": "x", "max_tokens": 0}, 400),
+        ({"prompt": "x", "max_tokens": CONTEXT}, 400),
+        ({"prompt": [1] * CONTEXT, "stream": True}, 400),
+        ({"prompt": [1] * (CONTEXT - 1), "max_tokens": 1}, 200),
+        ({"prompt": [1] * (CONTEXT - 1)}, 200),
+        ({"prompt": "x" * 5_000_000}, 400),
+        ({"prompt": "x", "best_of": 3}, 400),
+        ({"prompt": "x", "best_of": 1, "max_tokens": 1}, 200),
+        ({"prompt": "x", "response_format": {"type": "json_object"}}, 400),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, 400),
+        ({"prompt": "x", "min_tokens": 5, "max_tokens": 2}, 400),
+        ({"prompt": "x", "top_k": -1, "max_tokens": 1}, 200),
+        ({"prompt": "x", "top_p": 0}, 400),
+    ],
+)
+async def test_bad_bodies_get_a_4xx_in_the_envelope(api: Api, body: object, status: int) -> None:
+    got, answer = await api.post(COMPLETIONS, body)
+    assert got == status, answer
+    if status != 200:
+        assert answer["error"].keys() >= {"message", "type", "param", "code"}
+        assert answer["error"]["code"] == status and len(json.dumps(answer)) < 2048
+
+
+async def test_context_error_names_the_limit(api: Api) -> None:
+    _, body = await api.post(COMPLETIONS, {"prompt": [1] * CONTEXT})
+    assert f"maximum context length is {CONTEXT} tokens" in body["error"]["message"]
+    assert body["error"]["error_code"] == "context_length_exceeded"
+
+
+async def test_paths_methods_sizes_and_types_have_the_envelope(tmp_path: Path) -> None:
+    config = ServerConfig(api=ApiConfig(max_body_bytes=1000))
+    async with loaded_api(tmp_path, config) as api:
+        assert (await api.get("/nothing"))[1]["error"]["code"] == 404
+        assert (await api.get(COMPLETIONS))[1]["error"]["code"] == 405
+        assert (await api.post(COMPLETIONS, {"prompt": "x" * 2000}))[1]["error"]["code"] == 413
+        status, body = await api.post(COMPLETIONS, {"prompt": "x"}, Content_Type="text/plain")
+        assert status == 400 and "Unsupported Media Type" in body["error"]["message"]
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(100):
+                yield b" " * 100
+
+        headers = {"Content-Type": "application/json"}
+        async with api.http.post(api.url + COMPLETIONS, data=chunks(), headers=headers) as response:
+            assert response.status == 413
+
+
+async def test_model_defaults_apply_unless_told_otherwise(tmp_path: Path) -> None:
+    generation = {"temperature": 0.25, "top_k": 9}
+    async with loaded_api(tmp_path / "a", generation=generation) as api:
+        await api.post(COMPLETIONS, {"prompt": "x"})
+        assert (api.ring.added[-1].sampling.temperature, api.ring.added[-1].sampling.top_k) == (0.25, 9)
+    config = ServerConfig()
+    config = replace(config, model=replace(config.model, sampling_defaults="openai"))
+    async with loaded_api(tmp_path / "b", config, generation=generation) as api:
+        await api.post(COMPLETIONS, {"prompt": "x"})
+        assert (api.ring.added[-1].sampling.temperature, api.ring.added[-1].sampling.top_k) == (1.0, 0)
+
+
+async def test_admission_limit_is_a_503_with_retry_after(tmp_path: Path) -> None:
+    config = ServerConfig()
+    config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=1, max_num_queued=1))
+    async with loaded_api(tmp_path, config) as api:
+        api.ring.script = idle
+        waiting = [asyncio.create_task(api.post(COMPLETIONS, {"prompt": "x"})) for _ in range(2)]
+        await api.ring.until(lambda: len(api.ring.added) == 3)
+        async with api.http.post(api.url + COMPLETIONS, json={"prompt": "x"}) as response:
+            assert response.status == 503 and int(response.headers["Retry-After"]) >= 1
+        for add in api.ring.added[1:]:
+            api.ring.finish(add.request_id)
+        assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
+
+
+async def test_strict_params(tmp_path: Path) -> None:
+    async with loaded_api(tmp_path, ServerConfig(api=ApiConfig(strict_params=True))) as api:
+        assert (await api.post(COMPLETIONS, {"prompt": "x", "frobnicate": 1}))[0] == 400

@@ -1,0 +1,194 @@
+"""The client end of the ring over a list for a channel: dispatch, idempotence, aborts, resubmission."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoserve.api.engine_client import EngineClient, NewRequest
+from nanoserve.api.stream import Outlet, RequestStream, StreamGapError
+from nanoserve.ipc.columns import pack_ids, unpack_ids
+from nanoserve.ipc.ids import RequestIdAllocator
+from nanoserve.ipc.messages import (
+    AbortCause,
+    AbortRequest,
+    AddRequest,
+    Failure,
+    Finished,
+    FinishReason,
+    Release,
+    RowTokenTexts,
+    SamplingParams,
+    TextBatch,
+    TextFinished,
+    TextSpec,
+    TokenText,
+)
+
+
+def make_client() -> tuple[EngineClient, list[Any]]:
+    sent: list[Any] = []
+    return EngineClient(RequestIdAllocator(2, 3), sent.append, lambda: 1), sent
+
+
+def new_request() -> NewRequest:
+    return NewRequest(prompt_token_ids=[1, 2], sampling=SamplingParams(seed=9), text=TextSpec(prompt_tail=(2,)))
+
+
+def batch(*rows: tuple[int, str, int], incarnation: int = 1, finished: list[TextFinished] | None = None) -> TextBatch:
+    """Rows of (request id, text, position); one id per character."""
+    return TextBatch(
+        detok_index=0,
+        incarnation=1,
+        engine_index=0,
+        engine_incarnation=incarnation,
+        step=1,
+        request_ids=[row[0] for row in rows],
+        deltas=[row[1] for row in rows],
+        char_offset=[row[2] for row in rows],
+        first_index=[row[2] for row in rows],
+        num_tokens=[len(row[1]) for row in rows],
+        token_ids=pack_ids(ord(char) for row in rows for char in row[1]),
+        finished=finished or [],
+    )
+
+
+def done(request_id: int, reason: FinishReason = FinishReason.LENGTH) -> TextFinished:
+    return TextFinished(Finished(request_id=request_id, reason=reason))
+
+
+def test_rows_go_to_their_streams_and_ends_are_released_once() -> None:
+    client, sent = make_client()
+    first, second = (client.submit(new_request(), Outlet()) for _ in range(2))
+    assert isinstance(sent[0], AddRequest) and first.request_id != second.request_id
+    assert msgspec.msgpack.decode(sent[0].text_spec, type=TextSpec).prompt_tail == (2,)
+    client.deliver(batch((second.request_id, "xyz", 0), (first.request_id, "ab", 0)))
+    ends = [done(first.request_id), done(second.request_id)]
+    client.deliver(batch((first.request_id, "c", 2), finished=ends))
+    assert (first.take().text, second.take().text) == ("abc", "xyz")
+    assert sent[2:] == [Release(request_ids=[first.request_id, second.request_id])]
+    assert client.num_live == 0
+
+
+def test_abort_is_sent_once_and_its_terminal_record_is_released() -> None:
+    client, sent = make_client()
+    stream = client.submit(new_request(), Outlet())
+    client.abort([stream], AbortCause.CLIENT_GONE)
+    client.abort([stream], AbortCause.CLIENT_GONE)
+    assert sent[1:] == [AbortRequest(request_ids=[stream.request_id], cause=AbortCause.CLIENT_GONE)]
+    client.deliver(batch((stream.request_id, "late", 0), finished=[done(stream.request_id, FinishReason.ABORT)]))
+    assert sent[2] == Release(request_ids=[stream.request_id])
+    assert (client.num_live, client.num_ending, client.counters.late_rows) == (0, 0, 1)
+
+
+def test_a_higher_incarnation_resubmits_what_lives_with_its_ids() -> None:
+    client, sent = make_client()
+    kept, ended, gone = (client.submit(new_request(), Outlet()) for _ in range(3))
+    client.deliver(batch((kept.request_id, "ab", 0), finished=[done(ended.request_id)]))
+    client.abort([gone], AbortCause.CLIENT_GONE)
+    sent.clear()
+    client.note_engine(2)
+    client.note_engine(2)
+    client.note_engine(1)  # late words of the old one change nothing
+    assert [message.request_id for message in sent] == [kept.request_id]
+    assert unpack_ids(sent[0].output_token_ids) == [ord("a"), ord("b")] and sent[0].sampling.seed == 9
+    assert client.num_ending == 0  # the new engine never heard of the aborted one
+
+
+def test_failure_of_the_server_ends_every_stream() -> None:
+    client, _ = make_client()
+    stream = client.submit(new_request(), Outlet())
+    client.fail_all(Failure(503, "gone"))
+    piece = stream.take()
+    assert piece.finished is not None and piece.finished.finished.reason == FinishReason.ERROR
+    assert client.num_live == 0
+
+
+def test_a_gap_ends_that_request_alone() -> None:
+    client, sent = make_client()
+    broken, whole = (client.submit(new_request(), Outlet()) for _ in range(2))
+    client.deliver(batch((broken.request_id, "z", 5), (whole.request_id, "ok", 0)))
+    assert broken.finished is not None and broken.finished.finished.failure is not None
+    assert whole.finished is None and whole.take().text == "ok"
+    assert isinstance(sent[-1], AbortRequest) and client.counters.gaps == 1
+
+
+def make_stream(**options: Any) -> tuple[RequestStream, Outlet]:
+    outlet = Outlet()
+    request = AddRequest(request_id=1, prompt_token_ids=b"", sampling=SamplingParams(), text_spec=b"")
+    return RequestStream(request, outlet, **options), outlet
+
+
+@settings(max_examples=300)
+@given(
+    st.text(alphabet="abcdef", max_size=20), st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.booleans()))
+)
+def test_any_delivery_with_repeats_gives_the_text_once(text: str, rows: list[tuple[int, int, bool]]) -> None:
+    """Rows may overlap and repeat in any way; as long as none is missing the stream is exact."""
+    stream, _ = make_stream()
+    shown: list[str] = []
+    ids: list[int] = []
+    for start, length, take in [*rows, (0, len(text), True)]:
+        start = min(start, stream.num_chars)
+        part = text[start : start + length]
+        stream.push_row(part, start, start, [ord(char) for char in part])
+        if take:
+            piece = stream.take()
+            shown.append(piece.text)
+            ids += piece.token_ids
+    assert "".join(shown) == text
+    assert ids == [ord(char) for char in text] == list(stream.output_ids)
+
+
+def test_a_row_ahead_of_the_stream_is_a_gap() -> None:
+    stream, _ = make_stream()
+    stream.push_row("ab", 0, 0, [1, 2])
+    for char_offset, first_index in ((3, 2), (2, 3)):
+        with pytest.raises(StreamGapError):
+            stream.push_row("x", char_offset, first_index, [3])
+
+
+def test_logprob_entries_have_their_own_position() -> None:
+    def entry(token_id: int) -> TokenText:
+        return TokenText(token_id, "x", b"x", -1.0)
+
+    stream, _ = make_stream()
+    stream.push_row("", 0, 0, [10])
+    stream.push_row("é", 0, 1, [11], RowTokenTexts(0, [entry(10), entry(11)], 0))
+    stream.push_row("é", 0, 0, [10, 11], RowTokenTexts(0, [entry(10), entry(11)], 0))
+    assert [token.token_id for token in stream.take().logprobs] == [10, 11]
+
+
+async def test_writer_wakes_for_the_first_token_every_interval_and_the_end() -> None:
+    stream, outlet = make_stream(interval=3)
+    woken: list[str] = []
+
+    async def write() -> None:
+        while stream.finished is None or not woken or not woken[-1].endswith("."):
+            for ready in await outlet.wait():
+                woken.append(ready.take().text + ("." if ready.finished else ""))
+
+    task = asyncio.create_task(write())
+    for position, char in enumerate("abcdefgh"):
+        stream.push_row(char, position, position, [1])
+        await asyncio.sleep(0.001)
+    stream.finish(done(1))
+    await task
+    assert woken == ["a", "bcd", "efg", "h."]
+
+
+async def test_tokens_without_text_wake_nobody_unless_ids_are_wanted() -> None:
+    for wants_ids in (False, True):
+        stream, outlet = make_stream(wants_ids=wants_ids)
+        stream.push_row("a", 0, 0, [1])
+        (await outlet.wait())[0].take()
+        stream.push_row("", 1, 1, [2])
+        waiting = asyncio.create_task(outlet.wait())
+        await asyncio.sleep(0.01)
+        assert waiting.done() is wants_ids
+        waiting.cancel()

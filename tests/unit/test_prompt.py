@@ -1,0 +1,109 @@
+"""Prompts: four shapes, length rules, messages, templates."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanoserve.api.chat_template import ChatTemplate
+from nanoserve.api.prompt import fit_max_tokens, normal_messages, parse_prompt
+from nanoserve.errors import RequestError
+
+
+def test_four_shapes() -> None:
+    assert parse_prompt(b' "a b" ')[0].text == "a b"
+    assert [p.text for p in parse_prompt(b'[ "a", "b"]')] == ["a", "b"]
+    assert parse_prompt(b"[1, 2]")[0].ids == [1, 2]
+    assert [p.ids for p in parse_prompt(b"[ [1], [2, 3]]")] == [[1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"null", b"[]", b"3", b"{}", b"true", b"[true]", b"[1.5]", b'[3,"x"]', b'["x",3]', b"[[1],2]", b"[1,[2]]",
+     b'[["a"]]', b"[[1.5]]", b"[[true]]", b"[null]", b'"\\ud800"', b"[1e2]"],
+)  # fmt: skip
+def test_anything_else_is_refused(raw: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_prompt(raw)
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+
+def test_length_rules() -> None:
+    assert fit_max_tokens(10, 5, 16, 100, clip=False) == 5
+    assert fit_max_tokens(10, None, 16, 100, clip=False) == 16
+    assert fit_max_tokens(95, None, 16, 100, clip=False) == 5  # the default never makes a request too long
+    assert fit_max_tokens(10, None, None, 100, clip=False) == 90
+    assert fit_max_tokens(99, 1, 16, 100, clip=False) == 1
+    assert fit_max_tokens(50, 500, None, 100, clip=True) == 50
+    assert fit_max_tokens(100, 0, None, 100, clip=False) == 0  # scoring needs no room
+    for num_prompt, asked in ((100, 1), (101, 0), (100, None)):
+        with pytest.raises(RequestError) as caught:
+            fit_max_tokens(num_prompt, asked, 16, 100, clip=False)
+        assert "maximum context length is 100 tokens" in caught.value.message
+    with pytest.raises(RequestError) as caught:
+        fit_max_tokens(90, 11, 16, 100, clip=False)
+    assert "101 tokens (90 in the prompt, 11 for the completion)" in caught.value.message
+
+
+def test_parts_equal_the_joined_string() -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    assert normal_messages([{"role": "user", "content": parts}]) == normal_messages(
+        [{"role": "user", "content": "a b"}]
+    )
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [None, [], [{}], [{"role": 3, "content": "x"}], [{"role": "user"}], [{"role": "user", "content": 3}],
+     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
+     [{"role": "user", "content": [{"text": "x"}]}], [{"role": "user", "content": [None]}],
+     [{"role": "assistant", "content": None}]],
+)  # fmt: skip
+def test_messages_that_are_refused(messages: object) -> None:
+    with pytest.raises(RequestError):
+        normal_messages(messages)  # type: ignore[arg-type]
+
+
+def test_tool_messages_pass_through() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    assert normal_messages([call])[0]["tool_calls"] == [{"id": "1"}]
+
+
+SOURCE = """{{ bos_token }}{%- for m in messages %}
+    {%- if m.role == 'system' and loop.index0 > 0 %}{{ raise_exception('System first') }}{% endif %}
+    {%- if m.role == 'stop' %}{% break %}{% endif %}
+[{{ m.role }}] {% generation %}{{ m['content'] | trim }}{% endgeneration %}
+{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}{{ extra }}"""
+
+
+def test_template_semantics() -> None:
+    template = ChatTemplate(SOURCE, {"bos_token": "<s>"})
+    messages = [{"role": "user", "content": " a "}, {"role": "stop", "content": ""}]
+    assert template.render(messages) == "<s>[user] a[assistant]"
+    assert template.render(messages, add_generation_prompt=False, kwargs={"extra": "!"}) == "<s>[user] a!"
+    with pytest.raises(RequestError, match="System first"):
+        template.render([*messages[:1], {"role": "system", "content": "x"}])
+
+
+def test_final_message_is_continued() -> None:
+    template = ChatTemplate(SOURCE, {"bos_token": "<s>"})
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Sure, "}]
+    text = template.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == "<s>[user] a[assistant] Sure,"
+
+
+@pytest.mark.parametrize("name", ["messages", "bos_token", "add_generation_prompt", "raise_exception"])
+def test_arguments_cannot_replace_what_the_server_sets(name: str) -> None:
+    with pytest.raises(RequestError):
+        ChatTemplate(SOURCE, {"bos_token": "<s>"}).render([{"role": "user", "content": "a"}], kwargs={name: "x"})
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}",
+     "{{ messages[0].x.y.z }}",
+     "{{ 1 + 'a' }}", "{{ range(10**9) | list }}"],
+)  # fmt: skip
+def test_sandbox_turns_trouble_into_a_400(source: str) -> None:
+    with pytest.raises(RequestError):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
