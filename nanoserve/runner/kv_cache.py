@@ -40,7 +40,7 @@ class PagedKVCache:
 
 
 def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    return spec.kv_values_per_token() * block_size * dtype.itemsize
+    return spec.kv_values_per_token() * block_size * int(dtype.itemsize)
 
 
 def choose_num_blocks(
@@ -66,7 +66,7 @@ def free_memory(device: torch.device) -> int:
     """Bytes that could still be allocated; on a CPU within the container's limit, where there is one."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = psutil.virtual_memory().available
+    free = int(psutil.virtual_memory().available)
     limit, used = (_read_number(Path("/sys/fs/cgroup") / name) for name in _CGROUP_FILES)
     return free if limit is None or used is None else min(free, max(0, limit - used))
 

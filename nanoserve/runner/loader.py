@@ -1,4 +1,4 @@
-"""Weights from a model directory: safetensors, one file or sharded, memory-mapped and cast once. Engine process.
+"""Weights from a model's files: safetensors, one or sharded, memory-mapped and cast once. Engine process.
 
 Called by `executor`. Checks names and shapes against the spec, so that a truncated or foreign checkpoint ends the
 start with one line instead of a wrong answer.
@@ -6,10 +6,8 @@ start with one line instead of a wrong answer.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,72 +17,60 @@ from nanoserve.runner.models.spec import ModelSpec
 
 Progress = Callable[[float], None]
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 # Buffers that old checkpoints carry and that follow from config.json.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
+# A multimodal checkpoint: its language model is taken out, the rest is left alone.
+_LANGUAGE_PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
+_OTHER_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 _DUMMY_STD = 0.02
 
 
-def read_config(model_dir: Path) -> dict[str, Any]:
-    """The parsed config.json; StartupError when it is missing or not an object."""
-    path = model_dir / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StartupError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise StartupError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise StartupError(f"{path} is not a JSON object")
-    return config
-
-
-def load_weights(model_dir: Path, spec: ModelSpec, dtype: torch.dtype, progress: Progress) -> dict[str, torch.Tensor]:
+def load_weights(
+    files: Sequence[Path], spec: ModelSpec, dtype: torch.dtype, progress: Progress
+) -> dict[str, torch.Tensor]:
     """Every tensor of `spec.tensor_shapes()`, on the CPU, in `dtype`. Tensors already in it stay memory-mapped.
 
     `progress` is called with the share done, 0 to 1. StartupError names the first missing or unexpected tensor.
     """
     shapes = spec.tensor_shapes()
     weights: dict[str, torch.Tensor] = {}
-    for path in _files(model_dir):
+    for path in files:
         for name, tensor in _read_file(path, spec, shapes):
             weights[name] = tensor.to(dtype)
             progress(len(weights) / len(shapes))
     missing = next((name for name in shapes if name not in weights), None)
     if missing is not None:
-        raise StartupError(f"{model_dir}: tensor {missing} is missing ({len(weights)} of {len(shapes)} found)")
+        where = files[0].parent if files else "the model"
+        raise StartupError(f"{where}: tensor {missing} is missing ({len(weights)} of {len(shapes)} found)")
     return weights
 
 
-def _files(model_dir: Path) -> list[Path]:
-    single, index = model_dir / _SINGLE, model_dir / _INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise StartupError(f"{index} has no weight_map") from error
-        return [model_dir / name for name in names]
-    if not single.is_file():
-        raise StartupError(f"{model_dir} holds neither {_SINGLE} nor {_INDEX}")
-    return [single]
-
-
-def _read_file(path: Path, spec: ModelSpec, shapes: dict[str, tuple[int, ...]]):
+def _read_file(path: Path, spec: ModelSpec, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor) of the tensors that the spec asks for; checks the rest."""
     try:
         with safe_open(str(path), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                if name.endswith(_IGNORED_SUFFIXES) or (name == "lm_head.weight" and spec.tie_word_embeddings):
+            for stored_name in file.keys():  # noqa: SIM118 - not a dict
+                name = _language_name(stored_name)
+                if name is None or (name == "lm_head.weight" and spec.tie_word_embeddings):
                     continue
                 if name not in shapes:
-                    raise StartupError(f"{path.name}: unexpected tensor {name} for a {spec.family} model")
-                tensor = file.get_tensor(name)
+                    raise StartupError(f"{path.name}: unexpected tensor {stored_name} for a {spec.family} model")
+                tensor = file.get_tensor(stored_name)
                 if tuple(tensor.shape) != shapes[name]:
                     raise StartupError(f"{path.name}: {name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
                 yield name, tensor
     except (OSError, SafetensorError) as error:
         raise StartupError(f"{path} cannot be read: {error}") from error
+
+
+def _language_name(name: str) -> str | None:
+    """The tensor's name in a text-only checkpoint; None for one that no text model needs."""
+    if name.startswith(_OTHER_PREFIXES) or name.endswith(_IGNORED_SUFFIXES):
+        return None
+    for prefix, replacement in _LANGUAGE_PREFIXES:
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name
 
 
 def dummy_weights(spec: ModelSpec, dtype: torch.dtype, seed: int, progress: Progress) -> dict[str, torch.Tensor]:

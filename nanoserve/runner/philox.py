@@ -36,4 +36,5 @@ def uniforms(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> 
     zero = np.zeros_like(seed)
     words = philox4x32(np.stack((position & _LOW, position >> _SHIFT, zero, zero)), (seed & _LOW, seed >> _SHIFT))
     bits = (words[0] << np.uint64(21)) | (words[1] >> np.uint64(11))
-    return bits.astype(np.float64) * 2.0**-53
+    scaled: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return scaled

@@ -51,10 +51,12 @@ class TorchBackend:
             self._spec, self._block_size, self._cache.zero_slot, self._row_unit, self._device
         )
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         assert self._cache is not None and self._attention is not None, "allocate_kv comes first"
-        cache, attention = self._cache, self._attention
+        with torch.inference_mode():
+            return self._forward(batch, self._cache, self._attention)
+
+    def _forward(self, batch: ForwardBatch, cache: PagedKVCache, attention: PagedAttention) -> torch.Tensor:
         num_tokens = len(batch.token_ids)
         plan = attention.plan(batch)
         slots = torch.from_numpy(_slots(batch, self._block_size)).to(self._device)
@@ -84,11 +86,11 @@ def _slots(batch: ForwardBatch, block_size: int) -> np.ndarray:
     return blocks * block_size + batch.positions % block_size
 
 
-@torch.inference_mode()
 def _stable_row_unit(matrices: list[torch.Tensor]) -> int:
     """The least unit for which a product's rows do not depend on the number of units; 0 when there is none."""
     generator = torch.Generator().manual_seed(0)
-    return next((unit for unit in _ROW_UNITS if all(_is_stable(unit, m, generator) for m in matrices)), 0)
+    with torch.inference_mode():
+        return next((unit for unit in _ROW_UNITS if all(_is_stable(unit, m, generator) for m in matrices)), 0)
 
 
 def _is_stable(unit: int, matrix: torch.Tensor, generator: torch.Generator) -> bool:

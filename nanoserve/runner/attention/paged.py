@@ -142,8 +142,8 @@ class TorchPagedAttention:
             mixed[:active] = mixed[:active] * decay + torch.matmul(weights, value)
             top[:active] = new_top
         result = (mixed / total)[:, :, :num_rows]
-        shape = (rows, kv_heads, num_tokens, num_heads // kv_heads, head_dim)
-        return result.reshape(shape).transpose(1, 2).reshape(rows, num_tokens, num_heads, head_dim)
+        unfolded = result.reshape(rows, kv_heads, num_tokens, num_heads // kv_heads, head_dim)
+        return unfolded.transpose(1, 2).reshape(rows, num_tokens, num_heads, head_dim)
 
 
 @dataclass(frozen=True, slots=True)

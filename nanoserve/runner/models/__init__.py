@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanoserve.errors import StartupError
@@ -17,16 +17,24 @@ def supported_architectures() -> list[str]:
 
 
 def read_model_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """The spec of a parsed config.json; StartupError for a family that is not supported, naming those that are."""
+    """The spec of a parsed config.json; StartupError for a family that is not supported, naming those that are.
+
+    A multimodal config is expected with its `text_config` already lifted (`hub.model_files`).
+    """
     architectures = config.get("architectures") or []
-    for family in _FAMILIES:
-        if any(name in family.ARCHITECTURES for name in architectures):
-            return family.read_spec(config)
-    if not architectures:
-        for family in _FAMILIES:
-            if config.get("model_type") in family.MODEL_TYPES:
-                return family.read_spec(config)
-    named = ", ".join(map(str, architectures)) or f"model_type {config.get('model_type')!r}"
-    raise StartupError(
-        f"model architecture {named} is not supported; supported: {', '.join(supported_architectures())}"
+    reader = _reader_by_architecture(architectures) or (
+        None if architectures else _reader_by_model_type(config.get("model_type"))
     )
+    if reader is None:
+        named = ", ".join(map(str, architectures)) or f"model_type {config.get('model_type')!r}"
+        known = ", ".join(supported_architectures())
+        raise StartupError(f"model architecture {named} is not supported; supported: {known}")
+    return reader(config)
+
+
+def _reader_by_architecture(architectures: list[str]) -> Callable[[Mapping[str, Any]], ModelSpec] | None:
+    return next((f.read_spec for f in _FAMILIES if any(name in f.ARCHITECTURES for name in architectures)), None)
+
+
+def _reader_by_model_type(model_type: str | None) -> Callable[[Mapping[str, Any]], ModelSpec] | None:
+    return next((family.read_spec for family in _FAMILIES if model_type in family.MODEL_TYPES), None)

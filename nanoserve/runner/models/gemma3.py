@@ -23,7 +23,7 @@ from nanoserve.runner.models.spec import (
     required,
 )
 
-ARCHITECTURES = ("Gemma3ForCausalLM",)
+ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")  # of the latter, the text model
 MODEL_TYPES = ("gemma3_text",)
 
 

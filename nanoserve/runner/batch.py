@@ -1,0 +1,244 @@
+"""The running requests as columns: built once per request, kept, and only indexed in each step.
+
+Owner: the engine process; `model_runner` is the only caller. A request holds one index into all columns ("place")
+from its NewRequest until it is dropped. Building a step's arrays is a handful of numpy calls, whatever the number
+of rows, so that the host's share of a step stays small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanoserve.runner.backend import ForwardBatch
+from nanoserve.runner.logit_edits import LogitEdits
+from nanoserve.runner.sampler import SampleRows
+from nanoserve.sched.plan import NewRequest, PlanRow, RowError
+
+_NO_SCORES = -1
+
+
+@dataclass(slots=True)
+class _Columns:
+    """One entry per place; the sampling columns are as in SampleRows."""
+
+    token_ids: np.ndarray  # int32 [places, max_tokens]
+    block_tables: np.ndarray  # int32 [places, max_blocks]
+    num_tokens: np.ndarray  # int64, prompt and output
+    num_prompt: np.ndarray  # int64
+    num_blocks: np.ndarray  # int64
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seeds: np.ndarray
+    num_logprobs: np.ndarray  # int64; _NO_SCORES where none are asked for
+    num_prompt_logprobs: np.ndarray
+
+    @classmethod
+    def empty(cls, places: int, max_tokens: int, max_blocks: int) -> _Columns:
+        # empty, not zeros, where memory is large: only what requests fill becomes resident.
+        return cls(
+            token_ids=np.empty((places, max_tokens), dtype=np.int32),
+            block_tables=np.zeros((places, max_blocks), dtype=np.int32),
+            num_tokens=np.zeros(places, dtype=np.int64),
+            num_prompt=np.zeros(places, dtype=np.int64),
+            num_blocks=np.zeros(places, dtype=np.int64),
+            temperature=np.zeros(places, dtype=np.float32),
+            top_k=np.zeros(places, dtype=np.int64),
+            top_p=np.ones(places, dtype=np.float32),
+            min_p=np.zeros(places, dtype=np.float32),
+            seeds=np.zeros(places, dtype=np.int64),
+            num_logprobs=np.full(places, _NO_SCORES, dtype=np.int64),
+            num_prompt_logprobs=np.full(places, _NO_SCORES, dtype=np.int64),
+        )
+
+    def grown(self) -> _Columns:
+        """Twice the places, the old ones first."""
+        names = self.__dataclass_fields__
+        return _Columns(*(np.concatenate((column, column)) for column in (getattr(self, name) for name in names)))
+
+
+@dataclass(slots=True)
+class StepRows:
+    """The rows of a plan that can run, ready for the backend and the sampler."""
+
+    forward: ForwardBatch
+    plan_index: np.ndarray  # int64 [R] index of each row in the plan
+    places: np.ndarray  # int64 [R]
+    starts: np.ndarray  # int64 [R]
+    counts: np.ndarray  # int64 [R]
+    sampled: np.ndarray  # int64: rows that yield a token, ascending
+    sampled_logits: np.ndarray  # int64: their rows of the logits
+    prompt_scored: np.ndarray  # int64: rows whose prompt positions are scored
+    logit_index: np.ndarray | None  # int64 [T] row of the logits of each flat token, where prompts are scored
+
+
+class RequestTable:
+    """State of the running requests. Grows past `max_seqs` by doubling, should the scheduler hold more."""
+
+    def __init__(self, *, max_seqs: int, max_tokens: int, block_size: int, vocab_size: int) -> None:
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        max_blocks = -(-max_tokens // block_size)
+        self._columns = _Columns.empty(max(1, max_seqs), max_tokens, max_blocks)
+        self._free = list(range(max(1, max_seqs)))[::-1]
+        self._places: dict[int, int] = {}
+        self._broken: dict[int, str] = {}  # request id -> why it cannot run
+        self._edits: dict[int, LogitEdits] = {}  # by place
+
+    def __len__(self) -> int:
+        return len(self._places) + len(self._broken)
+
+    def drop(self, request_id: int) -> None:
+        """Forgets a request; an unknown id is nothing to forget."""
+        self._broken.pop(request_id, None)
+        place = self._places.pop(request_id, None)
+        if place is not None:
+            self._edits.pop(place, None)
+            self._free.append(place)
+
+    def add(self, request: NewRequest) -> None:
+        """Begins to keep a request. One that cannot run is kept as broken: its rows become errors."""
+        self.drop(request.request_id)
+        if reason := self._reason_against(request):
+            self._broken[request.request_id] = reason
+            return
+        if not self._free:
+            places = len(self._columns.num_tokens)
+            self._columns = self._columns.grown()
+            self._free = list(range(places, 2 * places))[::-1]
+        place = self._places[request.request_id] = self._free.pop()
+        columns, sampling = self._columns, request.sampling
+        columns.token_ids[place, : len(request.token_ids)] = request.token_ids
+        columns.num_tokens[place] = len(request.token_ids)
+        columns.num_prompt[place] = request.num_prompt_tokens
+        columns.num_blocks[place] = 0
+        columns.temperature[place] = sampling.temperature
+        columns.top_k[place] = sampling.top_k
+        columns.top_p[place] = sampling.top_p
+        columns.min_p[place] = sampling.min_p
+        columns.seeds[place] = sampling.seed
+        columns.num_logprobs[place] = _NO_SCORES if sampling.logprobs is None else sampling.logprobs
+        columns.num_prompt_logprobs[place] = (
+            _NO_SCORES if sampling.prompt_logprobs is None else sampling.prompt_logprobs
+        )
+        if LogitEdits.needed(request):
+            self._edits[place] = LogitEdits(request)
+
+    def _reason_against(self, request: NewRequest) -> str:
+        ids, sampling = request.token_ids, request.sampling
+        if not ids:
+            return "the prompt is empty"
+        if len(ids) > self._columns.token_ids.shape[1]:
+            return "the request is longer than the context"
+        named = [min(ids), max(ids), *sampling.logit_bias, *request.suppressed_until_min_tokens]
+        if min(named) < 0 or max(named) >= self._vocab_size:
+            return "a token id is outside the vocabulary"
+        return ""
+
+    def build(self, plan_rows: list[PlanRow], errors: list[RowError]) -> StepRows | None:
+        """The step's arrays; None when no row can run. Rows that cannot are told in `errors`.
+
+        Appends the plan's new blocks to the tables. ValueError when a row reaches past its tokens or its blocks:
+        then the plan is wrong, and running it could write into another request's memory.
+        """
+        plan_index, places = self._find(plan_rows, errors)
+        if not len(places):
+            return None
+        columns = self._columns
+        starts = np.array([plan_rows[index].start for index in plan_index], dtype=np.int64)
+        counts = np.array([plan_rows[index].num_tokens for index in plan_index], dtype=np.int64)
+        ends = starts + counts
+        if (ends > columns.num_tokens[places]).any() or (counts < 1).any() or (starts < 0).any():
+            raise ValueError("a row of the plan reaches past its request's tokens")
+        if (ends > columns.num_blocks[places] * self._block_size).any():
+            raise ValueError("a row of the plan reaches past its request's blocks")
+        row_starts = np.zeros(len(places) + 1, dtype=np.int32)
+        np.cumsum(counts, out=row_starts[1:])
+        rows = np.repeat(np.arange(len(places)), counts)
+        positions = np.arange(len(rows)) - row_starts[rows] + starts[rows]
+        width = int(columns.num_blocks[places].max())
+        sampled = np.flatnonzero([plan_rows[index].samples for index in plan_index])
+        scored = np.flatnonzero(columns.num_prompt_logprobs[places] != _NO_SCORES)
+        scored = scored[starts[scored] + 1 < columns.num_prompt[places[scored]]]
+        last_tokens = row_starts[sampled + 1] - 1
+        logit_tokens, logit_index = last_tokens, None
+        if len(scored):
+            wanted = np.isin(rows, scored)
+            wanted[last_tokens] = True
+            logit_tokens, logit_index = np.flatnonzero(wanted).astype(np.int32), np.cumsum(wanted) - 1
+        forward = ForwardBatch(
+            token_ids=columns.token_ids[places[rows], positions],
+            positions=positions.astype(np.int32),
+            row_starts=row_starts,
+            context_lens=ends.astype(np.int32),
+            block_tables=columns.block_tables[places, :width],
+            logit_tokens=logit_tokens,
+        )
+        sampled_logits = np.arange(len(sampled)) if logit_index is None else logit_index[last_tokens]
+        return StepRows(forward, plan_index, places, starts, counts, sampled, sampled_logits, scored, logit_index)
+
+    def _find(self, plan_rows: list[PlanRow], errors: list[RowError]) -> tuple[np.ndarray, np.ndarray]:
+        """Plan indices and places of the rows that can run, their new blocks appended."""
+        plan_index, places = [], []
+        for index, row in enumerate(plan_rows):
+            place = self._places.get(row.request_id)
+            if place is None:
+                errors.append(RowError(row.request_id, self._broken.get(row.request_id, "unknown request")))
+                continue
+            if row.new_block_ids:
+                begin = int(self._columns.num_blocks[place])
+                end = begin + len(row.new_block_ids)
+                if end > self._columns.block_tables.shape[1]:
+                    raise ValueError("a request got more blocks than the context can use")
+                self._columns.block_tables[place, begin:end] = row.new_block_ids
+                self._columns.num_blocks[place] = end
+            plan_index.append(index)
+            places.append(place)
+        return np.array(plan_index, dtype=np.int64), np.array(places, dtype=np.int64)
+
+    def sample_rows(self, places: np.ndarray) -> SampleRows:
+        """What the requests at these places ask of the sampler."""
+        columns = self._columns
+        positions = columns.num_tokens[places] - columns.num_prompt[places]
+        edits = []
+        if self._edits:
+            edits = [
+                (row, self._edits[place], int(positions[row]))
+                for row, place in enumerate(places.tolist())
+                if place in self._edits
+            ]
+        return SampleRows(
+            temperature=columns.temperature[places],
+            top_k=columns.top_k[places],
+            top_p=columns.top_p[places],
+            min_p=columns.min_p[places],
+            seeds=columns.seeds[places],
+            positions=positions,
+            edits=edits,
+        )
+
+    def append(self, places: np.ndarray, token_ids: np.ndarray) -> None:
+        """The sampled token of each place becomes its newest. A token past the context is the request's last."""
+        columns = self._columns
+        inside = columns.num_tokens[places] < columns.token_ids.shape[1]
+        places, token_ids = places[inside], token_ids[inside]
+        columns.token_ids[places, columns.num_tokens[places]] = token_ids
+        columns.num_tokens[places] += 1
+        if self._edits:
+            for place, token in zip(places.tolist(), token_ids.tolist(), strict=True):
+                if place in self._edits:
+                    self._edits[place].append(token)
+
+    def num_logprobs(self, places: np.ndarray) -> np.ndarray:
+        """How many top log-probabilities each place asks for; -1: none, and none of the token itself."""
+        counts: np.ndarray = self._columns.num_logprobs[places]
+        return counts
+
+    def prompt_targets(self, place: int, start: int, count: int) -> tuple[np.ndarray, int]:
+        """Prompt ids at start+1 .. start+count (as far as the prompt goes), and how many top scores are asked for."""
+        columns = self._columns
+        end = min(start + count + 1, int(columns.num_prompt[place]))
+        return columns.token_ids[place, start + 1 : end].astype(np.int64), int(columns.num_prompt_logprobs[place])

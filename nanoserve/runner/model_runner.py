@@ -1,0 +1,103 @@
+"""The executor of a real model: a plan in, tokens out. Owner: the engine process, called once per step.
+
+forget and begin requests -> arrays of the step -> forward -> scores and tokens -> append to the kept state
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from nanoserve.runner.backend import ForwardBackend
+from nanoserve.runner.batch import RequestTable, StepRows
+from nanoserve.runner.sampler import sample
+from nanoserve.runner.scores import score_tokens
+from nanoserve.sched.plan import RowError, StepPlan, StepResult, StepTimes, TokenScores
+
+
+class ModelRunner:
+    """`Executor` over one backend, whose KV memory is already allocated."""
+
+    def __init__(self, backend: ForwardBackend, table: RequestTable) -> None:
+        self._backend = backend
+        self._table = table
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        began = time.perf_counter()
+        for request_id in plan.dropped:
+            self._table.drop(request_id)
+        for request in plan.new_requests:
+            self._table.add(request)
+        result = StepResult(num_tokens=[0] * len(plan.rows), token_ids=[], scores={}, prompt_scores={}, errors=[])
+        rows = self._table.build(plan.rows, result.errors)
+        prepared = time.perf_counter()
+        if rows is None:
+            result.times = StepTimes(prepared - began)
+            return result
+        logits = self._backend.forward(rows.forward)
+        if logits.device.type != "cpu":
+            torch.cuda.synchronize(logits.device)  # so that the times below mean what they say
+        forwarded = time.perf_counter()
+        with torch.inference_mode():
+            self._finish(plan, rows, logits, result)
+        result.times = StepTimes(prepared - began, forwarded - prepared, time.perf_counter() - forwarded)
+        return result
+
+    def close(self) -> None:
+        """Nothing to end: the backend's memory goes with the process."""
+
+    def _finish(self, plan: StepPlan, rows: StepRows, logits: torch.Tensor, result: StepResult) -> None:
+        if len(rows.prompt_scored):
+            self._score_prompts(plan, rows, logits, result)
+        if not len(rows.sampled):
+            return
+        places = rows.places[rows.sampled]
+        every_row = rows.logit_index is None  # then the logits are those of the sampled rows, in their order
+        sampled_logits = logits if every_row else logits[torch.from_numpy(rows.sampled_logits).to(logits.device)]
+        sampled = sample(sampled_logits, self._table.sample_rows(places))
+        plan_index = rows.plan_index[rows.sampled]
+        if sampled.broken.any():
+            for index in plan_index[sampled.broken].tolist():
+                result.errors.append(RowError(plan.rows[index].request_id, "the model's output is not a number"))
+        good = np.flatnonzero(~sampled.broken)
+        token_ids = sampled.token_ids[good]
+        for index in plan_index[good].tolist():
+            result.num_tokens[index] = 1
+        result.token_ids = token_ids.tolist()
+        self._score_sampled(plan, plan_index, good, places, sampled_logits, sampled.token_ids, result)
+        self._table.append(places[good], token_ids)
+
+    def _score_sampled(
+        self,
+        plan: StepPlan,
+        plan_index: np.ndarray,
+        good: np.ndarray,
+        places: np.ndarray,
+        logits: torch.Tensor,
+        token_ids: np.ndarray,
+        result: StepResult,
+    ) -> None:
+        num_top = self._table.num_logprobs(places)
+        asking = good[num_top[good] >= 0]
+        if not len(asking):
+            return
+        scores = score_tokens(logits, asking, token_ids[asking], int(num_top[asking].max()))
+        for row, score in zip(asking.tolist(), scores, strict=True):
+            result.scores[plan.rows[plan_index[row]].request_id] = [_trimmed(score, int(num_top[row]))]
+
+    def _score_prompts(self, plan: StepPlan, rows: StepRows, logits: torch.Tensor, result: StepResult) -> None:
+        assert rows.logit_index is not None
+        for row in rows.prompt_scored.tolist():
+            targets, num_top = self._table.prompt_targets(
+                int(rows.places[row]), int(rows.starts[row]), int(rows.counts[row])
+            )
+            first = int(rows.forward.row_starts[row])
+            where = rows.logit_index[first : first + len(targets)]
+            request_id = plan.rows[rows.plan_index[row]].request_id
+            result.prompt_scores[request_id] = score_tokens(logits, where, targets, num_top)
+
+
+def _trimmed(score: TokenScores, num_top: int) -> TokenScores:
+    return TokenScores(score.logprob, score.rank, score.top_ids[:num_top], score.top_logprobs[:num_top])
