@@ -350,7 +350,7 @@ class Scheduler:
     # ---- invariants --------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """AssertionError when books and blocks disagree. Costs O(blocks): for tests and for an idle engine."""
+        """AssertionError when books and blocks disagree. Costs O(blocks): for tests."""
         holders = [*self._running.values(), *self._ended_in_flight.values()]
         self.tables.pool.check_invariants([request.block_ids for request in holders])
         assert self._requests.keys() == self._running.keys() | {request.request_id for request in self._waiting}
@@ -361,5 +361,10 @@ class Scheduler:
         for request in self._running.values():
             room = len(request.block_ids) * self.limits.block_size
             assert request.num_computed_tokens <= min(request.num_tokens, room), f"request {request.request_id}"
-        if not self._requests and not self._ended_in_flight:
-            assert self.tables.pool.num_used == 0, f"{self.tables.pool.num_used} blocks are held by nobody"
+        if not self.has_work:
+            self.check_idle()
+
+    def check_idle(self) -> None:
+        """AssertionError when a scheduler without work still holds something. Costs O(1): for an idle engine."""
+        assert not (self._waiting or self._running or self._ended_in_flight), "a request was forgotten"
+        assert self.tables.pool.num_used == 0, f"{self.tables.pool.num_used} blocks are held by nobody"

@@ -217,26 +217,40 @@ def test_the_last_arrived_gives_way_and_repeats_nothing() -> None:
 
 def test_the_lowest_priority_gives_way_also_when_its_row_is_planned_already() -> None:
     scheduler, executor = make_scheduler(num_blocks=4, policy="priority"), FakeExecutor(4)
-    add(scheduler, 1, prompt=[3] * 3, priority=9, max_tokens=9)
-    run_step(scheduler, executor)  # 1 runs first in the list, though it is the last in order
-    add(scheduler, 2, prompt=[4] * 3, priority=0, max_tokens=9)
+    add(scheduler, 1, prompt=[3] * 6, priority=9, max_tokens=9)
+    run_step(scheduler, executor)  # 1 began first, so it is planned first, though it is the last in order
+    add(scheduler, 2, prompt=[4] * 2, priority=0, max_tokens=9)
+    while not scheduler.counters.preemptions:
+        run_step(scheduler, executor)
+    plan = executor.plans[-1]
+    assert shape(plan) == [(2, 4, 1, True)], "1 had taken the last block a step before, and was planned before 2"
+    assert plan.dropped == [1]
     total = run_to_end(scheduler, executor)
-    ends = {end.request_id: end.num_preemptions for end in total.finished}
-    assert ends[2] == 0
-    assert ends[1] >= 1
+    assert {end.request_id: end.num_preemptions for end in total.finished}[2] == 0
 
 
 def test_prompt_scores_survive_a_preemption_between_chunks() -> None:
-    scheduler, executor = make_scheduler(num_blocks=7, max_num_batched_tokens=4), FakeExecutor(4)
+    scheduler, executor = make_scheduler(num_blocks=7, max_num_batched_tokens=3), FakeExecutor(4)
     add(scheduler, 1, prompt=[3], max_tokens=20)
     run_step(scheduler, executor)
     add(scheduler, 2, prompt=range(2, 22), max_tokens=2, prompt_logprobs=0)
+    while not scheduler.counters.preemptions:
+        assert run_step(scheduler, executor).prompt_scores == []
     total = run_to_end(scheduler, executor)
     alone = make_scheduler()
     add(alone, 2, prompt=range(2, 22), max_tokens=2, prompt_logprobs=0)
-    expected = run_to_end(alone, FakeExecutor(4)).prompt_scores
-    assert {end.request_id: end.num_preemptions for end in total.finished}[2] >= 1
-    assert total.prompt_scores == expected
+    assert total.prompt_scores == run_to_end(alone, FakeExecutor(4)).prompt_scores
+
+
+def test_prompt_scores_that_are_out_are_not_computed_again() -> None:
+    scheduler, executor = make_scheduler(num_blocks=6, prefix_cache=False), FakeExecutor(4)
+    for request_id in (1, 2):
+        add(scheduler, request_id, prompt=[request_id] * 6, max_tokens=14, prompt_logprobs=0)
+    total = run_to_end(scheduler, executor)
+    assert scheduler.counters.preemptions >= 1
+    assert [prompt.request_id for prompt in total.prompt_scores] == [1, 2]
+    again = [new for plan in executor.plans[1:] for new in plan.new_requests]
+    assert [new.sampling.prompt_logprobs for new in again] == [None] * scheduler.counters.preemptions
 
 
 # ---- prefix cache -------------------------------------------------------------------------------------------
@@ -384,6 +398,12 @@ def test_a_resumed_request_goes_on_where_it_was() -> None:
     assert output_of(total.rows, 1) == tokens[3:]
     assert total.finished[0].num_output_tokens == 8
     assert shape(executor.plans[0]) == [(1, 0, 6, True)]
+
+
+def test_a_resumed_request_does_not_tell_its_prompt_scores_again() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, 1, output=[9], max_tokens=3, prompt_logprobs=0)
+    assert run_to_end(scheduler, FakeExecutor(4)).prompt_scores == []
 
 
 @pytest.mark.parametrize(
