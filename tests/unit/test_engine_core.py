@@ -1,0 +1,386 @@
+"""The engine without its process: what it says, when, and that it says each thing once."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanoserve.engine.core import EngineCore
+from nanoserve.engine.ledger import Ledger
+from nanoserve.ipc.columns import pack_ids, unpack_ids
+from nanoserve.ipc.messages import (
+    AbortCause,
+    AbortRequest,
+    EngineInbox,
+    Finished,
+    FinishReason,
+    Release,
+    Resync,
+    TokenBatch,
+)
+from nanoserve.sched.plan import StepPlan
+from tests.factories import make_add_request, make_core
+from tests.fakes import FakeExecutor
+
+
+class Ear:
+    """Hears batches as the detokenizer does and insists on the protocol."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, list[int]] = {}
+        self.finished: dict[int, Finished] = {}
+
+    def hear(self, batch: TokenBatch | None) -> None:
+        if batch is None:
+            return
+        for opened in batch.opened:
+            self.outputs[opened.request_id] = unpack_ids(opened.output_token_ids)
+        assert len(set(batch.request_ids)) == len(batch.request_ids), "two rows of one request in a batch"
+        ids, offset = unpack_ids(batch.token_ids), 0
+        for request_id, first, count in zip(batch.request_ids, batch.first_index, batch.num_tokens, strict=True):
+            assert request_id not in self.finished, "a row after the end"
+            assert first == len(self.outputs[request_id]), "a gap or a repeat"
+            self.outputs[request_id] += ids[offset : offset + count]
+            offset += count
+        assert offset == len(ids)
+        for end in batch.finished:
+            assert end.request_id in self.outputs, "an end without a beginning"
+            assert end.request_id not in self.finished, "two ends"
+            self.finished[end.request_id] = end
+
+
+def run(core: EngineCore, ear: Ear, max_steps: int = 500) -> None:
+    """The process's loop, until nothing is left to do."""
+    for _ in range(max_steps):
+        core.receive()
+        ear.hear(core.take_news())
+        if not core.has_work:
+            return
+        ear.hear(core.step())
+    raise AssertionError("no end")
+
+
+def post(core: EngineCore, message: EngineInbox) -> None:
+    """Leaves a message in the inbox, to be found at the next drain."""
+    core._inbox.put(message)
+
+
+def core_with(*messages: EngineInbox, **kwargs) -> tuple[EngineCore, FakeExecutor]:
+    executor = kwargs.pop("executor", None) or FakeExecutor(kwargs.get("block_size", 4))
+    core = make_core(executor, **kwargs)
+    for message in messages:
+        core.handle(message)
+    return core, executor
+
+
+# ---- admission ----------------------------------------------------------------------------------------------
+
+
+def test_admission_is_told_before_the_first_step() -> None:
+    core, executor = core_with(make_add_request(1), make_add_request(2))
+    news = core.take_news()
+    assert news is not None
+    assert executor.plans == []
+    assert [(accepted.request_id, accepted.queue_position) for accepted in news.accepted] == [(1, 0), (2, 1)]
+    assert [opened.request_id for opened in news.opened] == [1, 2]
+    assert news.request_ids == []
+    assert core.take_news() is None
+
+
+def test_admission_during_a_step_is_told_with_that_step() -> None:
+    core, executor = core_with(make_add_request(1))
+    executor.during_step = lambda plan: core.handle(make_add_request(2)) if plan.step == 1 else None
+    core.take_news()
+    batch = core.step()
+    assert batch is not None
+    assert [accepted.request_id for accepted in batch.accepted] == [2]
+    assert batch.request_ids == [1]
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        (make_add_request(1, []), 400),
+        (make_add_request(1, [5] * 256), 400),
+        (make_add_request(1, [100]), 400),
+        (make_add_request(1, [5, -1]), 400),
+    ],
+)
+def test_a_refused_request_opens_and_ends_without_rows(message: EngineInbox, status: int) -> None:
+    core, executor = core_with(message)
+    ear = Ear()
+    run(core, ear)
+    assert executor.plans == []
+    assert ear.finished[1].reason is FinishReason.ERROR
+    assert ear.finished[1].failure is not None
+    assert ear.finished[1].failure.status == status
+
+
+def test_ids_that_are_not_packed_are_a_refusal() -> None:
+    broken = make_add_request(1)
+    broken = type(broken)(1, b"abc", broken.sampling, broken.text_spec)
+    core, _ = core_with(broken)
+    ear = Ear()
+    run(core, ear)
+    assert ear.finished[1].reason is FinishReason.ERROR
+
+
+def test_a_full_queue_refuses_with_503() -> None:
+    core, _ = core_with(*(make_add_request(i) for i in (1, 2, 3)), max_num_seqs=1, max_num_queued=1)
+    ear = Ear()
+    run(core, ear)
+    assert ear.finished[3].failure is not None
+    assert ear.finished[3].failure.status == 503
+    assert ear.finished[2].reason is FinishReason.LENGTH
+
+
+def test_the_same_request_delivered_twice_runs_once() -> None:
+    core, _ = core_with(make_add_request(1), make_add_request(1))
+    ear = Ear()
+    run(core, ear)
+    core.handle(make_add_request(1))
+    run(core, ear)
+    assert len(ear.outputs[1]) == 8
+    assert core.stats().dropped_messages == 2
+
+
+# ---- ends ---------------------------------------------------------------------------------------------------
+
+
+def test_gate_an_abort_leads_to_at_most_three_more_steps() -> None:
+    """The hang-up after k tokens is noticed by the step that runs, at the latest."""
+    core, executor = core_with(make_add_request(1, max_tokens=200), make_add_request(2, max_tokens=30))
+    ear = Ear()
+    for _ in range(5):
+        ear.hear(core.take_news())
+        ear.hear(core.step())
+    before = len(executor.steps_with(1))
+    assert len(ear.outputs[1]) == 5
+    executor.during_step = lambda plan: post(core, AbortRequest([1], AbortCause.CLIENT_GONE))
+    ear.hear(core.step())
+    executor.during_step = lambda plan: None
+    run(core, ear)
+    assert len(executor.steps_with(1)) - before <= 3
+    assert len(executor.steps_with(1)) - before == 1, "the inbox is drained before the result is taken in"
+    assert ear.finished[1].reason is FinishReason.ABORT
+    assert ear.finished[1].num_output_tokens == len(ear.outputs[1]) == 5
+    assert len(ear.outputs[2]) == 30
+
+
+def test_race_a_stop_string_and_the_last_token_in_one_step() -> None:
+    core, executor = core_with(make_add_request(1, max_tokens=3))
+    ear = Ear()
+    stop = AbortRequest([1], AbortCause.STOP_STRING, [2])
+    executor.during_step = lambda plan: post(core, stop) if plan.step == 3 else None
+    run(core, ear)
+    assert (ear.finished[1].reason, ear.finished[1].num_output_tokens) == (FinishReason.STOP, 2)
+    core.handle(stop)
+    run(core, ear)
+
+
+def test_unknown_ids_are_counted_and_nothing_else() -> None:
+    core, _ = core_with(AbortRequest([7, 8], AbortCause.CLIENT_GONE), Release([9]), Resync([5]))
+    assert core.take_news() is None
+    assert core.stats().dropped_messages == 3
+    assert not core.has_work
+
+
+def test_a_broken_row_ends_alone() -> None:
+    core, _ = core_with(make_add_request(1), make_add_request(2), executor=FakeExecutor(4, broken_rows={1: 3}))
+    ear = Ear()
+    run(core, ear)
+    assert (ear.finished[1].reason, len(ear.outputs[1])) == (FinishReason.ERROR, 3)
+    assert (ear.finished[2].reason, len(ear.outputs[2])) == (FinishReason.LENGTH, 8)
+
+
+def test_a_step_that_fails_once_ends_its_requests_and_the_engine_goes_on() -> None:
+    core, executor = core_with(make_add_request(1), executor=FakeExecutor(4, broken_steps={3}))
+    ear = Ear()
+    core.handle(make_add_request(2))
+    executor.during_step = lambda plan: post(core, make_add_request(3)) if plan.step == 2 else None
+    run(core, ear)
+    assert [ear.finished[i].reason for i in (1, 2)] == [FinishReason.ERROR, FinishReason.ERROR]
+    assert ear.finished[1].failure is not None
+    assert ear.finished[1].failure.status == 500
+    core.handle(make_add_request(4))
+    run(core, ear)
+    assert ear.finished[4].reason is FinishReason.LENGTH
+    assert core.scheduler.tables.pool.num_used == 0
+
+
+def test_two_failed_steps_in_a_row_end_the_process() -> None:
+    core, _ = core_with(make_add_request(1), executor=FakeExecutor(4, broken_steps={2, 3}))
+    core.step()
+    core.step()
+    core.handle(make_add_request(2))
+    with pytest.raises(RuntimeError, match="the step broke"):
+        core.step()
+
+
+def test_failed_steps_with_a_good_one_between_do_not_end_the_process() -> None:
+    core, _ = core_with(make_add_request(1), executor=FakeExecutor(4, broken_steps={2, 4}))
+    for request_id in (2, 3):
+        core.step()
+        core.step()
+        core.handle(make_add_request(request_id))
+    run(core, ear := Ear())
+    assert ear.finished[3].reason is FinishReason.LENGTH
+
+
+def test_shut_down_ends_all() -> None:
+    core, executor = core_with(make_add_request(1), make_add_request(2))
+    core.step()
+    batch = core.shut_down()
+    assert batch is not None
+    assert {(end.request_id, end.reason) for end in batch.finished} == {
+        (1, FinishReason.ABORT),
+        (2, FinishReason.ABORT),
+    }
+    assert executor.closed
+
+
+# ---- what is kept for a detokenizer that forgets ------------------------------------------------------------
+
+
+def test_resync_tells_live_and_unreleased_requests_whole() -> None:
+    core, _ = core_with(
+        make_add_request(1, max_tokens=3), make_add_request(2, max_tokens=9), make_add_request(3, [100])
+    )
+    ear = Ear()
+    for _ in range(5):
+        ear.hear(core.take_news())
+        ear.hear(core.step())
+    core.handle(Resync([]))
+    again = Ear()
+    run(core, again)
+    assert again.outputs.keys() == {1, 2, 3}
+    assert again.outputs[1] == ear.outputs[1]
+    assert again.outputs[2][:5] == ear.outputs[2]
+    assert len(again.outputs[2]) == 9
+    assert [again.finished[i].reason for i in (1, 2, 3)] == [
+        FinishReason.LENGTH,
+        FinishReason.LENGTH,
+        FinishReason.ERROR,
+    ]
+    core.handle(Release([1, 2, 3]))
+    assert core.ledger.num_records == 0
+    core.handle(Resync([]))
+    assert core.take_news() is None
+
+
+def test_race_resync_during_a_step_is_told_after_it() -> None:
+    core, executor = core_with(make_add_request(1, max_tokens=6, logprobs=1))
+    executor.during_step = lambda plan: core.handle(Resync([])) if plan.step == 3 else None
+    for _ in range(3):
+        core.step()
+    news_ear = Ear()
+    run(core, news_ear)
+    assert len(news_ear.outputs[1]) == 6
+
+
+def test_resync_before_admission_was_told_tells_it_once() -> None:
+    core, _ = core_with(make_add_request(1), make_add_request(2, [100]), Resync([]))
+    news = core.take_news()
+    assert news is not None
+    assert [opened.request_id for opened in news.opened] == [1, 2]
+    assert [end.request_id for end in news.finished] == [2]
+
+
+def test_resync_brings_scores_back() -> None:
+    core, _ = core_with(make_add_request(1, range(2, 8), max_tokens=4, logprobs=1, prompt_logprobs=0))
+    first: list[TokenBatch] = []
+    while core.has_work:
+        batch = core.step()
+        first += [batch] if batch else []
+    core.handle(Resync([1]))
+    again = core.take_news()
+    assert again is not None
+    assert again.first_index == [0]
+    assert again.token_ids == b"".join(batch.token_ids for batch in first)
+    logprobs = [value for batch in first for row in batch.logprobs for value in row.logprobs]
+    assert again.logprobs[0].logprobs == logprobs
+    assert again.prompt_logprobs == [prompt for batch in first for prompt in batch.prompt_logprobs]
+    assert len(again.prompt_logprobs[0].scores.logprobs) == 6
+    assert again.prompt_logprobs[0].scores.logprobs[0] is None
+
+
+def test_resync_of_a_resumed_request_with_scores() -> None:
+    core, _ = core_with(make_add_request(1, output=[50, 51], max_tokens=4, logprobs=0))
+    core.take_news()
+    core.step()
+    core.handle(Resync([1]))
+    again = core.take_news()
+    assert again is not None
+    assert again.opened[0].output_token_ids == pack_ids([50, 51])
+    assert (again.first_index, again.num_tokens) == ([2], [1])
+
+
+def test_race_release_before_the_stop_string_reaches_the_engine() -> None:
+    """api has the terminal record (the stop string fired) before the engine knows: it ends and leaves nothing."""
+    core, _ = core_with(make_add_request(1, max_tokens=50))
+    core.take_news()
+    core.step()
+    core.handle(Release([1]))
+    core.handle(AbortRequest([1], AbortCause.STOP_STRING, [1]))
+    news = core.take_news()
+    assert news is not None
+    assert [end.request_id for end in news.finished] == [1]
+    assert core.ledger.num_records == 0
+    assert core.scheduler.num_running == 0
+
+
+def test_what_is_never_released_is_bounded() -> None:
+    ledger = Ledger(max_retained=3)
+    for request_id in range(10):
+        ledger.open(request_id, b"", [], with_scores=False)
+        ledger.finish(Finished(request_id, FinishReason.LENGTH))
+    assert (ledger.num_records, ledger.num_retained) == (3, 3)
+    assert 9 in ledger
+
+
+def test_resumed_requests_continue_and_say_so() -> None:
+    core, _ = core_with(make_add_request(1, max_tokens=8))
+    whole = Ear()
+    run(core, whole)
+    fresh, _ = core_with(make_add_request(1, max_tokens=8, output=whole.outputs[1][:5]))
+    resumed = Ear()
+    news = fresh.take_news()
+    assert news is not None
+    assert unpack_ids(news.opened[0].output_token_ids) == whole.outputs[1][:5]
+    resumed.hear(news)
+    run(fresh, resumed)
+    assert resumed.outputs[1] == whole.outputs[1]
+
+
+# ---- stats --------------------------------------------------------------------------------------------------
+
+
+def test_stats_and_heartbeat() -> None:
+    core, _ = core_with(make_add_request(1, range(2, 10), max_tokens=4), make_add_request(2, max_tokens=2))
+    batch = core.step()
+    assert batch is not None
+    assert batch.stats is not None
+    assert (batch.stats.num_running, batch.stats.steps, batch.stats.blocks_total) == (2, 1, 64)
+    assert batch.stats.blocks_used == 3
+    while core.has_work:
+        core.step()
+    beat = core.heartbeat()
+    assert beat.request_ids == []
+    stats = beat.stats
+    assert stats is not None
+    assert (stats.num_running, stats.num_waiting, stats.blocks_used, stats.num_retained) == (0, 0, 0, 2)
+    assert (stats.prompt_tokens, stats.generation_tokens) == (11, 6)
+    assert stats.step_seconds > 0
+
+
+def test_an_idle_engine_that_still_holds_blocks_says_so_loudly() -> None:
+    core, _ = core_with()
+    core.scheduler.tables.pool.allocate(1)
+    with pytest.raises(AssertionError, match="held by nobody"):
+        core.heartbeat()
+
+
+def test_the_executor_forgets_too() -> None:
+    core, executor = core_with(make_add_request(1), make_add_request(2))
+    run(core, Ear())
+    assert executor.states == {}
+    assert executor.plans[-1] == StepPlan(executor.plans[-1].step, [], [], [1, 2])
