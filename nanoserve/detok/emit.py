@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from nanoserve.detok.incremental import Decoder
+from nanoserve.detok.logprobs import ScoreLine
 from nanoserve.detok.state import RequestState
 from nanoserve.ipc.columns import pack_ids
 from nanoserve.ipc.messages import (
@@ -180,8 +181,8 @@ def _scan(row: Row, pieces: list[str], decoder: Decoder | None, was_head: bool) 
         shown = at < len(pieces)
         piece = pieces[at] if shown else ""
         armed = row.first_index + at + 1 > spec.min_tokens
-        if scores is not None:
-            _add_score(state, scores[at], token_id, row.first_index + at, piece, shown, was_head and not text)
+        if scores is not None and state.scores is not None:
+            _add_score(state.scores, scores[at], token_id, row.first_index + at, piece, shown, was_head and not text)
         named = state.stop_tokens.get(token_id) if shown and armed else None
         if named is not None:
             text = state.held_back + text
@@ -214,7 +215,7 @@ def _scores_of(row: Row) -> list[tuple[RowLogprobs, int] | None] | None:
 
 
 def _add_score(
-    state: RequestState,
+    line: ScoreLine,
     scored: tuple[RowLogprobs, int] | None,
     token_id: int,
     index: int,
@@ -222,9 +223,10 @@ def _add_score(
     shown: bool,
     at_head: bool,
 ) -> None:
-    if scored is None or state.scores is None:
-        return
-    state.scores.add(token_id, *scored, index=index, piece=piece, at_head=at_head, hidden=not shown)
+    if scored is None:
+        line.skip(token_id, piece, at_head=at_head)
+    else:
+        line.add(token_id, *scored, index=index, piece=piece, at_head=at_head, hidden=not shown)
 
 
 def _stopped(row: Row, num_kept: int) -> Finished:

@@ -84,15 +84,23 @@ class _Waiting:
 
 
 class ScoreLine:
-    """The entries of one request, in order, until they may travel."""
+    """The entries of one request, in order, until they may travel.
 
-    def __init__(self, names: TokenNames, *, skip_special: bool) -> None:
+    It may begin in the middle of a text (a resumed request): after `num_chars` characters and the `pending` bytes of
+    an unfinished one.
+    """
+
+    def __init__(self, names: TokenNames, *, skip_special: bool, num_chars: int = 0, pending: bytes = b"") -> None:
         self._names = names
         self._skipped = names.special_ids if skip_special else frozenset()
         self._waiting: deque[_Waiting] = deque()
-        self._chars = 0
-        self._pending = b""
+        self._chars = num_chars
+        self._pending = pending
         self._next_index: int | None = None
+
+    def skip(self, token_id: int, piece: str, *, at_head: bool = False) -> None:
+        """One more token of the text without scores (a resumed request's old ones)."""
+        self._advance(token_id, piece, at_head, hidden=False)
 
     def add(
         self,
@@ -112,15 +120,19 @@ class ScoreLine:
         """
         if self._next_index is None:
             self._next_index = index
-        if hidden or token_id in self._skipped:
-            raw = b""
-        else:
-            raw = self._names.shown_bytes(token_id, piece, at_head=at_head and not self._pending)
         before, offset = self._pending, self._chars
-        text, self._pending = take_utf8(before, raw)
-        self._chars += len(text)
+        raw = self._advance(token_id, piece, at_head, hidden)
         token = self._entry(token_id, raw, scores, at, offset)
         self._waiting.append(_Waiting(token, self._chars + bool(self._pending), before))
+
+    def _advance(self, token_id: int, piece: str, at_head: bool, hidden: bool) -> bytes:
+        """Counts the characters that a token finishes; returns the bytes it adds to the text."""
+        if hidden or token_id in self._skipped:
+            return b""
+        raw = self._names.shown_bytes(token_id, piece, at_head=at_head and not self._pending)
+        text, self._pending = take_utf8(self._pending, raw)
+        self._chars += len(text)
+        return raw
 
     def take(self, sent_chars: int) -> tuple[int, list[TokenText]]:
         """The entries whose last byte is out, and the output index of the first of them."""
