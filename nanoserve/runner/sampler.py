@@ -101,9 +101,10 @@ def _draw_cut(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws by top-k, then top-p of what is left, among the `width` most likely ids: [N] ids, and whether they suffice.
 
-    Sorted are the logits, not the weights, so that ids whose weights round to the same number keep their order.
+    Sorted are the logits, not the weights, so that ids whose weights round to the same number keep their order. They
+    do not suffice either when the last one taken equals the last one sorted: an equal with a lower id may be missing.
     """
-    ids = top_sorted(logits, width)[1]
+    sorted_logits, ids = top_sorted(logits, width)
     values = weights.gather(1, ids)
     limit = torch.from_numpy(top_k).to(weights.device)[:, None]
     place = torch.arange(width, device=weights.device)
@@ -113,9 +114,12 @@ def _draw_cut(
     # Of a row that top-k does not cut within the width, the mass is the whole vocabulary's.
     in_width = limit <= width
     mass = torch.where(in_width, below[:, -1:], row_sums(weights)[:, None].double())
-    fits = in_width | (below[:, -1:] >= wanted * mass) | (width == weights.shape[1])
     kept = (below - values) < wanted * mass
     kept[:, 0] = True
+    last = kept.sum(dim=-1, keepdim=True) - 1
+    fits = (in_width | (below[:, -1:] >= wanted * mass)) & (sorted_logits.gather(1, last) > sorted_logits[:, -1:])
+    if width == weights.shape[1]:
+        fits = torch.ones_like(fits)
     place = _invert(values * kept, uniform)
     return ids.gather(1, place[:, None])[:, 0], fits[:, 0]
 
