@@ -230,7 +230,6 @@ class EngineCore:
                 raise
             _log.exception("step %d failed: its %d requests end with an error", plan.step, len(plan.rows))
             self._last_step_failed = True
-            self.receive()
             failure = Failure(500, "The engine failed in a step of this request.", error_type="server_error")
             return self.scheduler.fail_step(plan, failure, self._clock())
         self._last_step_failed = False

@@ -112,12 +112,10 @@ def load_executor(
     if config.is_sim:
         from nanoserve.runner.sim import create_sim_executor
 
-        executor, facts = create_sim_executor(config, files.vocab_size)
-        return executor, facts, files.eos_token_ids
+        return *create_sim_executor(config, files.vocab_size), files.eos_token_ids
     from nanoserve.runner.executor import create_executor
 
-    executor, facts = create_executor(config, model_dir, progress)
-    return executor, facts, files.eos_token_ids
+    return *create_executor(config, model_dir, progress), files.eos_token_ids
 
 
 def scheduler_limits(config: SchedulerConfig, facts: EngineFacts) -> SchedulerLimits:

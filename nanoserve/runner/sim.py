@@ -50,7 +50,8 @@ class SimExecutor:
             broken = bool(prompt) and not 0 <= min(prompt) <= max(prompt) < self._vocab_size
             self._states[request.request_id] = _State(prompt, len(request.token_ids), request, broken)
         prepared = time.perf_counter()
-        self._wait(began + self._step_seconds + self._token_seconds * sum(row.num_tokens for row in plan.rows))
+        if plan.rows:  # a plan that only drops state computes nothing
+            self._wait(began + self._step_seconds + self._token_seconds * sum(row.num_tokens for row in plan.rows))
         forwarded = time.perf_counter()
         result = self._results(plan)
         result.times = StepTimes(prepared - began, forwarded - prepared, time.perf_counter() - forwarded)
