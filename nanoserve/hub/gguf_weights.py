@@ -110,6 +110,27 @@ def weights_num_bytes(file: GgufFile, config: dict[str, Any]) -> int:
     return sum(_plan(file, info, config).num_bytes for info in file.tensors.values() if info.name != ROPE_FACTORS)
 
 
+def block_types(file: GgufFile, config: dict[str, Any]) -> dict[str, int]:
+    """The ggml type of every weight by its Hugging Face name."""
+    infos = [info for info in file.tensors.values() if info.name != ROPE_FACTORS]
+    return {_plan(file, info, config).name: info.ggml_type for info in infos}
+
+
+def read_blocks(file: GgufFile, config: dict[str, Any]) -> Iterator[tuple[str, int, _Bytes]]:
+    """Every matrix as stored, still quantized: Hugging Face name, ggml type, bytes [rows, bytes of a row].
+
+    Rows are in Hugging Face order, so a backend with kernels for a block type can take them over as they are.
+    """
+    for info in file.tensors.values():
+        if info.name == ROPE_FACTORS or len(info.shape) != 2:
+            continue
+        plan = _plan(file, info, config)
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(info.ggml_type)]
+        row_bytes = info.shape[1] // block * block_bytes
+        (rows,) = _raw_chunks(file, plan, info.shape[0], row_bytes, info.shape[0])
+        yield plan.name, info.ggml_type, rows
+
+
 def _plan(file: GgufFile, info: TensorInfo, config: dict[str, Any]) -> _Plan:
     gemma = config["model_type"] == "gemma3_text"
     base, _, kind = info.name.rpartition(".")

@@ -1,0 +1,238 @@
+"""`ForwardBackend` on the C++ engine. Owner: the engine process; made by `executor`.
+
+One forward is one foreign call. A row's logits are the same bits alone, in any batch, in chunks, after a prefix hit
+and after preemption: every kernel adds a row's terms in one fixed order (csrc/gemm.h, csrc/attention.h).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanoserve.runner.backend import ForwardBatch, Int32
+from nanoserve.runner.models.spec import ModelSpec, RopeSpec
+from nanoserve.runner.native import build, packing
+from nanoserve.runner.native.library import Batch, Config, Layer, Linear, SourceType, load_library
+from nanoserve.runner.native.memory import allocate
+
+_PAGE_TOKENS = 16
+_MAX_HEAD_DIM = 1024  # rotate_head keeps one head on its stack
+_LAYER_MATRICES = ("qkv", "output", "gate_up", "down")
+_LAYER_VECTORS = ("input_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm", "q_norm", "k_norm")
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeOptions:
+    """What an operator or the model directory decides. `fingerprint` names the model's files for the cache of
+    packed weights (`packing.fingerprint`); empty: no such cache."""
+
+    block_size: int = 16
+    threads: int = 0  # 0: one per core
+    max_positions: int = 0  # longest context; 0: the model's own
+    quantization: str = "none"  # none, int8, gguf
+    cache_dir: Path = field(default_factory=build.default_cache_dir)
+    fingerprint: str = ""
+
+
+def unsupported_reason(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> str | None:
+    """Why the engine cannot run this model, as the end of a sentence; None when it can (a compiler permitting)."""
+    if dtype != torch.bfloat16:
+        return f"it computes in bfloat16, not {str(dtype).removeprefix('torch.')}"
+    missing = build.missing_cpu_features()
+    if missing:
+        return f"the CPU lacks {', '.join(missing)}"
+    if block_size % _PAGE_TOKENS:
+        return f"the block size {block_size} is no multiple of {_PAGE_TOKENS}"
+    if spec.attention_softcap or spec.final_softcap:
+        return "it has no soft-capped scores or logits"
+    if spec.activation not in ("silu", "gelu_tanh"):
+        return f"it has no activation {spec.activation}"
+    for name, size in (("head", spec.head_dim), ("hidden", spec.hidden_size), ("MLP", spec.intermediate_size)):
+        if size % 32:
+            return f"the {name} size {size} is no multiple of 32"
+    if spec.head_dim > _MAX_HEAD_DIM:
+        return f"the head size {spec.head_dim} is over {_MAX_HEAD_DIM}"
+    return None
+
+
+class NativeBackend:
+    """Owns packed weights, KV memory and the threads. Raises `NativeUnavailable` when the library cannot be had.
+
+    `load_weights` is called only where no packed weights are cached; `kinds` are the GGUF block types it will give.
+    `progress` gets a stage and the done part of it.
+    """
+
+    name = "native"
+    batch_invariant = True
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        load_weights: Callable[[], packing.Weights],
+        options: NativeOptions,
+        progress: Progress = lambda stage, part: None,
+        kinds: Mapping[str, SourceType] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._options = options
+        path = build.library_path(options.cache_dir, lambda part: progress("compiling the CPU engine", part))
+        self._library = load_library(path)
+        self._max_positions = options.max_positions or spec.max_position
+        threads = options.threads or len(os.sched_getaffinity(0))
+        formats = packing.choose_formats(spec, options.quantization, kinds or {})
+        self._packed = packing.lay_out(self._library, spec, formats)
+        self._fill(load_weights, path.stem, threads, progress)
+        self._ropes = {layer.rope: _rope_tables(layer.rope, spec, self._max_positions) for layer in spec.layers}
+        self._kv: np.ndarray | None = None
+        self._num_blocks = 0
+        self._logits = torch.empty(0)
+        self.greedy_ids: Int32 = np.empty(0, np.int32)
+        self._model: int | None = self._make_model(threads)
+
+    def kv_bytes_per_block(self) -> int:
+        return self._spec.kv_values_per_token() * self._options.block_size * 2
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        # Zeros matter: a masked token's weight is 0, and 0 times whatever memory held could be NaN.
+        self._kv = allocate(num_blocks * self.kv_bytes_per_block())
+        self._num_blocks = num_blocks
+        pages = num_blocks * self._options.block_size // _PAGE_TOKENS
+        self._library.ns_model_set_kv(self._model, self._kv.ctypes.data, pages)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """One step: float32 logits [S, vocab_size], valid until the next call; `greedy_ids` are their argmax."""
+        rows = len(batch.logit_tokens)
+        if rows * self._spec.vocab_size > self._logits.numel():
+            # Kept, because fresh memory of this size costs a page fault every 4 KiB: 1-2 ms a step at 64 rows.
+            self._logits = torch.empty(rows * self._spec.vocab_size)
+        self._run(batch, self._logits.data_ptr() if rows else 0)
+        return self._logits[: rows * self._spec.vocab_size].view(rows, self._spec.vocab_size)
+
+    def forward_greedy(self, batch: ForwardBatch) -> Int32:
+        """One step that only tells the likeliest token of each logit row, -1 where the row is not finite."""
+        self._run(batch, 0)
+        return self.greedy_ids
+
+    def close(self) -> None:
+        """Ends the threads and gives the memory back. The backend is not used afterwards."""
+        if self._model is not None:
+            self._library.ns_model_free(self._model)
+            self._model = None
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # a constructor that raised
+            self.close()
+
+    def _run(self, batch: ForwardBatch, logits: int) -> None:
+        assert self._kv is not None and self._model is not None, "allocate_kv comes first, close last"
+        self._check(batch)
+        arrays = [
+            np.ascontiguousarray(array, np.int32)
+            for array in (batch.token_ids, batch.positions, batch.row_starts, batch.block_tables, batch.logit_tokens)
+        ]
+        self.greedy_ids = np.empty(len(batch.logit_tokens), np.int32)
+        raw = Batch(
+            len(batch.token_ids),
+            len(batch.context_lens),
+            batch.block_tables.shape[1],
+            len(batch.logit_tokens),
+            *(array.ctypes.data for array in arrays),
+        )
+        if self._library.ns_model_step(self._model, ctypes.byref(raw), logits, self.greedy_ids.ctypes.data):
+            raise MemoryError(f"no memory for a step of {len(batch.token_ids)} tokens")
+
+    def _check(self, batch: ForwardBatch) -> None:
+        """The C++ trusts its caller: an index out of range there would end the process, or worse."""
+        if len(batch.token_ids) == 0:
+            return
+        if batch.token_ids.min() < 0 or batch.token_ids.max() >= self._spec.vocab_size:
+            raise ValueError("a token id is outside the vocabulary")
+        if batch.positions.min() < 0 or batch.positions.max() >= self._max_positions:
+            raise ValueError(f"a position is outside the {self._max_positions} that were asked for")
+        used = -(-batch.context_lens // self._options.block_size)
+        columns = np.arange(batch.block_tables.shape[1])
+        blocks = batch.block_tables[columns < used[:, None]]
+        if used.max() > len(columns) or blocks.min() < 0 or blocks.max() >= self._num_blocks:
+            raise ValueError("a block table does not cover its context or names a block that does not exist")
+
+    def _fill(
+        self, load_weights: Callable[[], packing.Weights], library_key: str, threads: int, progress: Progress
+    ) -> None:
+        """Packed weights from the cache, else from the checkpoint (and then into the cache)."""
+        options = self._options
+        prefix = f"packed-{options.fingerprint}-{options.quantization}-"
+        cached = options.cache_dir / f"{prefix}{library_key}.bin"
+        if options.fingerprint and self._packed.load(cached):
+            return
+        weights = load_weights()
+        packing.pack_weights(
+            self._library, self._spec, self._packed, weights, threads, lambda part: progress("packing weights", part)
+        )
+        if options.fingerprint:
+            self._packed.save(cached)
+            for old in options.cache_dir.glob(f"{prefix}*.bin"):  # made by another version of the engine
+                if old != cached:
+                    old.unlink(missing_ok=True)
+
+    def _make_model(self, threads: int) -> int:
+        spec = self._spec
+        config = Config(
+            hidden=spec.hidden_size,
+            layers=spec.num_layers,
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            intermediate=spec.intermediate_size,
+            vocab=spec.vocab_size,
+            gelu=spec.activation == "gelu_tanh",
+            post_norms=spec.sandwich_norms,
+            threads=threads,
+            page_factor=self._options.block_size // _PAGE_TOKENS,
+            norm_eps=spec.rms_norm_eps,
+            embed_scale=spec.embedding_scale,
+            attention_scale=spec.attention_scale,
+        )
+        shapes = packing.matrices(spec)
+        packed = self._packed
+        head = self._linear("head", shapes["head"])
+        model = self._library.ns_model_new(
+            ctypes.byref(config), packed.address("embedding"), ctypes.byref(head), packed.address("final_norm")
+        )
+        if not model:
+            raise MemoryError("no memory for the model")
+        for index, layer in enumerate(spec.layers):
+            cosines, sines = self._ropes[layer.rope]
+            raw = Layer(
+                **{name: self._linear(f"{index}.{name}", shapes[f"{index}.{name}"]) for name in _LAYER_MATRICES},
+                **{name: packed.address(f"{index}.{name}") for name in _LAYER_VECTORS},
+                rope_cos=cosines.data_ptr(),
+                rope_sin=sines.data_ptr(),
+                window=layer.sliding_window,
+            )
+            self._library.ns_model_set_layer(model, index, ctypes.byref(raw))
+        return int(model)
+
+    def _linear(self, section: str, matrix: packing.Matrix) -> Linear:
+        return Linear(
+            format=int(self._packed.sections[section].format or 0),
+            n=matrix.n,
+            k=matrix.k,
+            panels=self._packed.address(section),
+            bias=self._packed.address(f"{section}_bias"),
+        )
+
+
+def _rope_tables(rope: RopeSpec, spec: ModelSpec, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [positions, head_dim/2], float32."""
+    frequencies = torch.tensor(rope.inverse_frequencies(spec.head_dim), dtype=torch.float32)
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
+    return angles.cos(), angles.sin()

@@ -1,0 +1,114 @@
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <new>
+
+#include "step.h"
+
+namespace ns {
+
+Arena::~Arena() { std::free(base_); }
+
+bool Arena::reserve(size_t bytes) {
+    constexpr size_t kHugePage = 2 << 20;
+    if (bytes <= size_) return true;
+    const size_t size = (bytes + bytes / 4 + kHugePage - 1) / kHugePage * kHugePage;
+    void* memory = std::aligned_alloc(kHugePage, size);
+    if (!memory) return false;
+    madvise(memory, size, MADV_HUGEPAGE);
+    std::free(base_);
+    base_ = static_cast<uint8_t*>(memory);
+    size_ = size;
+    return true;
+}
+
+static Linear linear(const NsLinear& raw) { return {raw.format, raw.n, raw.k, raw.panels, raw.bias}; }
+
+Model::Model(const NsConfig& config_, const bf16* embedding_, const Linear& head_, const float* final_norm_)
+    : config(config_), shape{config_.heads, config_.kv_heads, config_.head_dim}, embedding(embedding_), head(head_),
+      final_norm(final_norm_), layers(config_.layers), team(config_.threads), phases(team) {
+    for (int i = 0; i < team.size(); ++i) attention_scratch.push_back(std::make_unique<AttentionScratch>(shape));
+}
+
+}  // namespace ns
+
+struct NsModel {
+    ns::Model model;
+};
+
+using namespace ns;
+
+extern "C" {
+
+NsModel* ns_model_new(const NsConfig* config, const uint16_t* embedding, const NsLinear* head, const float* final_norm) {
+    return new (std::nothrow) NsModel{Model(*config, embedding, linear(*head), final_norm)};
+}
+
+void ns_model_set_layer(NsModel* handle, int32_t index, const NsLayer* layer) {
+    handle->model.layers[index] = {*layer, linear(layer->qkv), linear(layer->output), linear(layer->gate_up), linear(layer->down)};
+}
+
+void ns_model_set_kv(NsModel* handle, uint16_t* memory, int64_t pages) {
+    handle->model.kv = memory;
+    handle->model.kv_pages = pages;
+}
+
+int32_t ns_model_step(NsModel* handle, const NsBatch* batch, float* logits, int32_t* greedy) {
+    try {
+        return Step(handle->model, *batch, logits, greedy).run() ? 0 : -1;
+    } catch (const std::bad_alloc&) {
+        return -1;
+    }
+}
+
+void ns_model_free(NsModel* handle) { delete handle; }
+
+int64_t ns_packed_bytes(int32_t format, int32_t n, int32_t k) {
+    return static_cast<int64_t>(num_panels(n) * panel_bytes(format, k));
+}
+
+void ns_pack(uint8_t* panels, const void* source, int32_t type, int32_t n, int32_t k, int32_t paired, int32_t threads) {
+    Team team(threads);
+    team.run([&](int thread) {
+        const int total = num_panels(n), begin = Phases::share_begin(total, thread, team.size());
+        const int end = Phases::share_begin(total, thread + 1, team.size());
+        if (type == 0) return pack_bf16(panels, static_cast<const bf16*>(source), n, k, paired != 0, begin, end);
+        if (type == 1) return pack_q8(panels, static_cast<const float*>(source), n, k, paired != 0, begin, end);
+        pack_gguf(panels, static_cast<const uint8_t*>(source), type, n, k, paired != 0, begin, end);
+    });
+}
+
+void ns_matmul(const NsLinear* raw, const uint16_t* x, int32_t m, float* y, int32_t threads) {
+    Team team(threads);
+    Phases phases(team);
+    const Linear weight = linear(*raw);
+    const size_t stride = static_cast<size_t>(kPanel) * weight.k;
+    std::vector<bf16> scratch(stride * team.size() + 32);
+    team.run([&](int thread) {
+        phases.begin(thread, gemm_items(weight, m));
+        const GemmJob job{&weight, x, m, Epilogue::kStore, y, num_panels(weight.n) * kPanel};
+        gemm(phases, thread, job, scratch.data() + stride * thread);
+    });
+}
+
+double ns_read_bandwidth(const uint8_t* memory, int64_t bytes, int32_t threads) {
+    Team team(threads);
+    std::vector<uint64_t> sums(static_cast<size_t>(team.size()) * 8);
+    const auto start = std::chrono::steady_clock::now();
+    team.run([&](int thread) {
+        const int64_t begin = bytes * thread / team.size() / 64 * 64, end = bytes * (thread + 1) / team.size() / 64 * 64;
+        __m512i sum = _mm512_setzero_si512();
+        for (int64_t i = begin; i < end; i += 64) {
+            prefetch(memory + i + 4096);
+            sum = _mm512_add_epi64(sum, _mm512_loadu_si512(memory + i));
+        }
+        sums[thread * 8] = static_cast<uint64_t>(_mm512_reduce_add_epi64(sum));
+    });
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+    volatile uint64_t sink = sums[0];
+    (void)sink;
+    return static_cast<double>(bytes) / took.count() / 1e9;
+}
+}

@@ -1,0 +1,79 @@
+// Matrix products y = x W^T with W packed once, and what is fused to their ends.
+#pragma once
+#include "simd.h"
+#include "team.h"
+
+namespace ns {
+
+// How a weight lies in memory. All formats are cut into panels of 32 output columns; a panel is one contiguous
+// stream that runs over K, so that a thread reads DRAM in order.
+//   kBf16  pairs (k, k+1) of 32 columns: the operand order of vdpbf16ps, 128 bytes for two k
+//   kQ8    groups of 32 k: 32 fp16 scales d, then int8 q; the weight is d*q
+//   kQ4    groups of 32 k: 32 fp16 scales d, 32 fp16 offsets m, then 4-bit q; the weight is d*q + m
+// Quantized panels are decoded to the kBf16 form in cache, rounding the exact weight to bf16 once: logits are bit
+// for bit those of the same model dequantized to bf16 beforehand.
+enum Format : int { kBf16 = 0, kQ8 = 1, kQ4 = 2 };
+
+constexpr int kPanel = 32;
+constexpr int kGroup = 32;
+
+struct Linear {
+    int format = kBf16;
+    int n = 0;  // output columns; the last panel is padded with zeros
+    int k = 0;  // a multiple of 32
+    const uint8_t* panels = nullptr;
+    const float* bias = nullptr;  // [n] or null
+};
+
+inline int num_panels(int n) { return (n + kPanel - 1) / kPanel; }
+
+inline size_t panel_bytes(int format, int k) {
+    const size_t groups = static_cast<size_t>(k) / kGroup;
+    if (format == kQ8) return groups * (64 + kGroup * kPanel);
+    if (format == kQ4) return groups * (128 + kGroup * kPanel / 2);
+    return static_cast<size_t>(k) * kPanel * sizeof(bf16);
+}
+
+// Packs columns first_panel*32 .. of a row-major bf16 matrix [n, k]. With `paired`, rows 0..n/2-1 are gates and the
+// others ups; a panel then holds 16 gates and their 16 ups.
+void pack_bf16(uint8_t* panels, const bf16* weights, int n, int k, bool paired, int first_panel, int last_panel);
+// The same from fp32 (for int8: symmetric, one scale per 32 weights of a row, nearest).
+void pack_q8(uint8_t* panels, const float* weights, int n, int k, bool paired, int first_panel, int last_panel);
+// From GGUF rows as they are in the file: Q8_0 {fp16 d; int8 q[32]}, Q4_0 {fp16 d; nibbles[16]}, Q4_1 {fp16 d, m; ...}.
+enum GgufType : int { kGgufQ4_0 = 2, kGgufQ4_1 = 3, kGgufQ8_0 = 8 };
+void pack_gguf(uint8_t* panels, const uint8_t* rows, int type, int n, int k, bool paired, int first_panel, int last_panel);
+// One panel back to the kBf16 form, `target` holding k*32 values; `ahead` is prefetched at the same pace.
+void decode_panel(bf16* target, const uint8_t* panel, int format, int k, const uint8_t* ahead);
+
+enum class Epilogue {
+    kStore,     // out = y + bias
+    kAdd,       // out += y + bias (the residual stream)
+    kSiluMul,   // bf16 out = silu(gate) * up, on paired panels
+    kGeluMul,   // bf16 out = gelu_tanh(gate) * up
+    kLogits,    // out = y (out may be null), and the running argmax
+};
+
+struct Best {
+    float value;
+    int index;
+};
+
+struct GemmJob {
+    const Linear* weight;
+    const bf16* x;  // [m, k]
+    int m;
+    Epilogue epilogue;
+    void* out;  // float or bf16 [m, ld]
+    int ld;
+    Best* best = nullptr;               // [m] of this thread, for kLogits
+    const uint8_t* next_phase = nullptr;  // weights that this thread will want after this product
+};
+
+// One thread's part of a phase. `scratch` holds k*32 bf16 values, used for quantized weights.
+void gemm(Phases& phases, int thread, const GemmJob& job, bf16* scratch);
+// What to pass to Phases::begin.
+int gemm_items(const Linear& weight, int m);
+// The first panel that `thread` will take in a product with `weight`.
+const uint8_t* first_panel(const Linear& weight, int m, int thread, int threads);
+
+}  // namespace ns

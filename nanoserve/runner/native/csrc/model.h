@@ -1,0 +1,52 @@
+// The C ABI of the engine and the model behind it. Plain structs: the Python side mirrors them with ctypes.
+#pragma once
+#include <cstdint>
+
+extern "C" {
+
+struct NsConfig {
+    int32_t hidden, layers, heads, kv_heads, head_dim, intermediate, vocab;
+    int32_t gelu;        // 0: silu(gate) * up, 1: gelu_tanh(gate) * up
+    int32_t post_norms;  // Gemma: norms after attention and MLP too, before the residual is added
+    int32_t threads;
+    int32_t page_factor;  // 16-token pages per block of the block tables
+    float norm_eps, embed_scale, attention_scale;
+};
+
+struct NsLinear {
+    int32_t format, n, k, reserved;
+    const uint8_t* panels;
+    const float* bias;
+};
+
+struct NsLayer {
+    NsLinear qkv, output, gate_up, down;
+    const float *input_norm, *post_attention_norm, *mlp_norm, *post_mlp_norm;  // the second and last with post_norms
+    const float *q_norm, *k_norm;  // [head_dim] or null
+    const float *rope_cos, *rope_sin;  // [positions, head_dim/2]
+    int32_t window;  // 0: causal
+    int32_t reserved;
+};
+
+struct NsBatch {  // ForwardBatch with its sizes
+    int32_t tokens, rows, max_blocks, logit_rows;
+    const int32_t *token_ids, *positions, *row_starts, *block_tables, *logit_tokens;
+};
+
+struct NsModel;
+
+NsModel* ns_model_new(const NsConfig* config, const uint16_t* embedding, const NsLinear* head, const float* final_norm);
+void ns_model_set_layer(NsModel* model, int32_t index, const NsLayer* layer);
+void ns_model_set_kv(NsModel* model, uint16_t* memory, int64_t pages);
+// One step. logits [logit_rows, vocab] or null; greedy [logit_rows]: the argmax, -1 for a row that is not finite.
+// Returns 0, or -1 when memory for the step could not be had. Rows must be valid: the caller has checked them.
+int32_t ns_model_step(NsModel* model, const NsBatch* batch, float* logits, int32_t* greedy);
+void ns_model_free(NsModel* model);
+
+int64_t ns_packed_bytes(int32_t format, int32_t n, int32_t k);
+// source_type: 0 bf16 rows, 1 fp32 rows (to kQ8), else a GGUF type number whose blocks are taken as they are.
+void ns_pack(uint8_t* panels, const void* source, int32_t source_type, int32_t n, int32_t k, int32_t paired, int32_t threads);
+// For tests and measurements: y[m, n] = x W^T (fp32, n padded to 32), and the read bandwidth of memory in GB/s.
+void ns_matmul(const NsLinear* weight, const uint16_t* x, int32_t m, float* y, int32_t threads);
+double ns_read_bandwidth(const uint8_t* memory, int64_t bytes, int32_t threads);
+}

@@ -1,0 +1,191 @@
+// Bringing weights into panels, and quantized panels back to bf16.
+#include <algorithm>
+#include <cmath>
+
+#include "gemm.h"
+
+namespace ns {
+namespace {
+
+// The source row of output column `column`, or -1 for padding.
+int source_row(int column, int n, bool paired) {
+    if (column >= n) return -1;
+    if (!paired) return column;
+    const int lane = column % kPanel, first = column / kPanel * (kPanel / 2);
+    return lane < 16 ? first + lane : n / 2 + first + lane - 16;
+}
+
+uint16_t to_half(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+
+// Where the quants of one group lie: scales first, then offsets (kQ4), then q.
+struct Group {
+    uint8_t* base;
+    int format;
+    void set_scale(int column, uint16_t d) const { std::memcpy(base + column * 2, &d, 2); }
+    void set_offset(int column, uint16_t m) const { std::memcpy(base + 64 + column * 2, &m, 2); }
+    void set_q8(int column, int k, int8_t q) const {
+        base[64 + k / 2 * (2 * kPanel) + column * 2 + k % 2] = static_cast<uint8_t>(q);
+    }
+    // Eight columns and 16 k share 64 bytes: dword (column, parity of k) holds the eight k of that parity.
+    void set_q4(int column, int k, int q) const {
+        uint8_t* block = base + 128 + (k / 16 * 4 + column / 8) * 64 + (column % 8 * 2 + k % 2) * 4;
+        const int nibble = k % 16 / 2;
+        block[nibble / 2] = static_cast<uint8_t>(block[nibble / 2] | q << (nibble % 2 * 4));
+    }
+};
+
+struct GroupWriter {
+    uint8_t* panels;
+    int format, k;
+    Group at(int panel, int group) const {
+        const size_t bytes = panel_bytes(format, k);
+        return {panels + panel * bytes + group * (bytes / (k / kGroup)), format};
+    }
+};
+
+uint16_t read16(const uint8_t* source) {
+    uint16_t value;
+    std::memcpy(&value, source, 2);
+    return value;
+}
+
+void put_gguf_group(const Group& group, int column, int type, const uint8_t* block) {
+    const uint16_t d = read16(block);
+    group.set_scale(column, d);
+    if (type == kGgufQ8_0) {
+        for (int k = 0; k < kGroup; ++k) group.set_q8(column, k, static_cast<int8_t>(block[2 + k]));
+        return;
+    }
+    const bool has_offset = type == kGgufQ4_1;
+    // Q4_0 means d*(q - 8); -8d is exact in fp16, so both forms give the same weight.
+    group.set_offset(column, has_offset ? read16(block + 2) : to_half(-8.f * _cvtsh_ss(d)));
+    const uint8_t* nibbles = block + (has_offset ? 4 : 2);
+    for (int k = 0; k < kGroup; ++k) group.set_q4(column, k, k < 16 ? nibbles[k] & 15 : nibbles[k - 16] >> 4);
+}
+
+size_t gguf_block_bytes(int type) { return type == kGgufQ8_0 ? 34 : type == kGgufQ4_1 ? 20 : 18; }
+
+void decode_q8(bf16* target, const uint8_t* source, int k, const uint8_t* ahead) {
+    const __m512i spread = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    const __m512i spread_high = _mm512_add_epi32(spread, _mm512_set1_epi32(8));
+    for (int group = 0; group < k / kGroup; ++group) {
+        __m512 d[4];
+        for (int half = 0; half < 2; ++half) {
+            const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source) + half));
+            d[2 * half] = _mm512_permutexvar_ps(spread, scale);
+            d[2 * half + 1] = _mm512_permutexvar_ps(spread_high, scale);
+        }
+        if (ahead) prefetch(ahead);
+        source += 64;
+        for (int pair = 0; pair < kGroup / 2; ++pair, source += 64, target += 64) {
+            if (ahead) prefetch(ahead + 64 + pair * 64);
+            __m512 f[4];
+#pragma GCC unroll 4
+            for (int quad = 0; quad < 4; ++quad) {
+                const __m128i q = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source) + quad);
+                f[quad] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(q)), d[quad]);
+            }
+            _mm512_storeu_si512(target, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(f[1], f[0])));
+            _mm512_storeu_si512(target + 32, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(f[3], f[2])));
+        }
+        if (ahead) ahead += 64 * 17;
+    }
+}
+
+// vpermps as a table of the 16 values does both the masking of a nibble and its conversion to float.
+void decode_q4(bf16* target, const uint8_t* source, int k, const uint8_t* ahead) {
+    const __m512i spread = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    const __m512i spread_high = _mm512_add_epi32(spread, _mm512_set1_epi32(8));
+    const __m512 values = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    for (int group = 0; group < k / kGroup; ++group, source += 640, target += kGroup * kPanel) {
+        if (ahead) {
+            for (int line = 0; line < 10; ++line) prefetch(ahead + line * 64);
+            ahead += 640;
+        }
+        for (int half = 0; half < 2; ++half) {  // columns 0..15, then 16..31
+            const __m256i* scales = reinterpret_cast<const __m256i*>(source) + half;
+            const __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256(scales));
+            const __m512 m = _mm512_cvtph_ps(_mm256_loadu_si256(scales + 2));
+            const __m512 d0 = _mm512_permutexvar_ps(spread, d), d1 = _mm512_permutexvar_ps(spread_high, d);
+            const __m512 m0 = _mm512_permutexvar_ps(spread, m), m1 = _mm512_permutexvar_ps(spread_high, m);
+            for (int k0 = 0; k0 < 2; ++k0) {
+                const uint8_t* block = source + 128 + (k0 * 4 + half * 2) * 64;
+                __m512i q0 = _mm512_loadu_si512(block), q1 = _mm512_loadu_si512(block + 64);
+                bf16* out = target + k0 * 8 * 64 + half * 32;
+#pragma GCC unroll 8
+                for (int pair = 0; pair < 8; ++pair, out += 64) {
+                    const __m512 w0 = _mm512_fmadd_ps(_mm512_permutexvar_ps(q0, values), d0, m0);
+                    const __m512 w1 = _mm512_fmadd_ps(_mm512_permutexvar_ps(q1, values), d1, m1);
+                    _mm512_storeu_si512(out, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(w1, w0)));
+                    q0 = _mm512_srli_epi32(q0, 4);
+                    q1 = _mm512_srli_epi32(q1, 4);
+                }
+            }
+        }
+    }
+}
+
+}  // namespace
+
+void decode_panel(bf16* target, const uint8_t* panel, int format, int k, const uint8_t* ahead) {
+    if (format == kQ8) return decode_q8(target, panel, k, ahead);
+    if (format == kQ4) return decode_q4(target, panel, k, ahead);
+    std::memcpy(target, panel, panel_bytes(kBf16, k));
+}
+
+void pack_bf16(uint8_t* panels, const bf16* weights, int n, int k, bool paired, int first_panel, int last_panel) {
+    for (int panel = first_panel; panel < last_panel; ++panel) {
+        uint32_t* target = reinterpret_cast<uint32_t*>(panels + panel * panel_bytes(kBf16, k));
+        for (int lane = 0; lane < kPanel; ++lane) {
+            const int row = source_row(panel * kPanel + lane, n, paired);
+            const bf16* source = weights + static_cast<size_t>(std::max(row, 0)) * k;
+            for (int pair = 0; pair < k / 2; ++pair) {
+                uint32_t both = 0;
+                if (row >= 0) std::memcpy(&both, source + 2 * pair, 4);
+                target[pair * kPanel + lane] = both;
+            }
+        }
+    }
+}
+
+void pack_q8(uint8_t* panels, const float* weights, int n, int k, bool paired, int first_panel, int last_panel) {
+    const GroupWriter writer{panels, kQ8, k};
+    for (int panel = first_panel; panel < last_panel; ++panel) {
+        std::memset(panels + panel * panel_bytes(kQ8, k), 0, panel_bytes(kQ8, k));
+        for (int lane = 0; lane < kPanel; ++lane) {
+            const int row = source_row(panel * kPanel + lane, n, paired);
+            if (row < 0) continue;
+            for (int group = 0; group < k / kGroup; ++group) {
+                const float* source = weights + static_cast<size_t>(row) * k + group * kGroup;
+                float top = 0;
+                for (int j = 0; j < kGroup; ++j) top = std::max(top, std::fabs(source[j]));
+                const uint16_t d = to_half(top / 127.f);
+                const float rounded = _cvtsh_ss(d);  // quantize for the scale that is kept, not for the ideal one
+                writer.at(panel, group).set_scale(lane, d);
+                for (int j = 0; j < kGroup; ++j) {
+                    const float q = rounded > 0 ? std::nearbyint(source[j] / rounded) : 0.f;
+                    writer.at(panel, group).set_q8(lane, j, static_cast<int8_t>(std::clamp(q, -127.f, 127.f)));
+                }
+            }
+        }
+    }
+}
+
+void pack_gguf(uint8_t* panels, const uint8_t* rows, int type, int n, int k, bool paired, int first_panel,
+               int last_panel) {
+    const int format = type == kGgufQ8_0 ? kQ8 : kQ4;
+    const size_t block = gguf_block_bytes(type);
+    const GroupWriter writer{panels, format, k};
+    for (int panel = first_panel; panel < last_panel; ++panel) {
+        std::memset(panels + panel * panel_bytes(format, k), 0, panel_bytes(format, k));
+        for (int lane = 0; lane < kPanel; ++lane) {
+            const int row = source_row(panel * kPanel + lane, n, paired);
+            if (row < 0) continue;
+            const uint8_t* source = rows + static_cast<size_t>(row) * (k / kGroup) * block;
+            for (int group = 0; group < k / kGroup; ++group, source += block)
+                put_gguf_group(writer.at(panel, group), lane, type, source);
+        }
+    }
+}
+
+}  // namespace ns

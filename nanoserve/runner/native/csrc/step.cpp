@@ -1,0 +1,323 @@
+#include "step.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+
+namespace ns {
+namespace {
+
+constexpr int kPrivateRows = 4;
+constexpr float kLog2e = 1.44269504f;
+
+// out = v / rms(v) * weight, in fp32; lanes are summed in one fixed order.
+template <class Write>
+void rms_norm(const float* v, const float* weight, int n, float eps, Write write) {
+    __m512 squares = _mm512_setzero_ps();
+    for (int i = 0; i < n; i += 16) {
+        const __m512 part = _mm512_loadu_ps(v + i);
+        squares = _mm512_fmadd_ps(part, part, squares);
+    }
+    const __m512 scale = _mm512_set1_ps(1.f / std::sqrt(_mm512_reduce_add_ps(squares) / static_cast<float>(n) + eps));
+    for (int i = 0; i < n; i += 16)
+        write(i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(v + i), scale), _mm512_loadu_ps(weight + i)));
+}
+
+}  // namespace
+
+Step::Step(Model& model, const NsBatch& batch, float* logits, int32_t* greedy)
+    : model_(model), config_(model.config), batch_(batch), logits_(logits), greedy_(greedy),
+      threads_(model.team.size()), one_token_rows_(batch.rows == batch.tokens) {
+    private_rows_ = batch.tokens <= kPrivateRows;
+}
+
+void Step::make_pages() {
+    const int factor = config_.page_factor, width = batch_.max_blocks * factor;
+    if (factor > 1) {
+        pages_.resize(static_cast<size_t>(batch_.rows) * width);
+        for (size_t i = 0; i < pages_.size(); ++i)
+            pages_[i] = batch_.block_tables[i / factor] * factor + static_cast<int>(i % factor);
+    }
+    const int* table = factor > 1 ? pages_.data() : batch_.block_tables;
+    page_table_.resize(batch_.tokens);
+    for (int row = 0; row < batch_.rows; ++row)
+        for (int token = batch_.row_starts[row]; token < batch_.row_starts[row + 1]; ++token)
+            page_table_[token] = table + static_cast<size_t>(row) * width;
+}
+
+AttentionPlan Step::plan_attention(int window, bool logit_tokens_only) const {
+    AttentionPlan plan;
+    plan.window = window;
+    auto add = [&](int token, int count) {
+        plan.tiles.push_back({token, count, batch_.positions[token], page_table_[token]});
+    };
+    if (logit_tokens_only) {
+        for (int i = 0; i < batch_.logit_rows; ++i) add(batch_.logit_tokens[i], 1);
+    } else {
+        const int most = tile_tokens(model_.shape);
+        for (int row = 0; row < batch_.rows; ++row)
+            for (int token = batch_.row_starts[row]; token < batch_.row_starts[row + 1]; token += most)
+                add(token, std::min(most, batch_.row_starts[row + 1] - token));
+    }
+    const int heads = config_.kv_heads, tiles = static_cast<int>(plan.tiles.size());
+    const bool few = tiles * heads < 4 * threads_;  // too few items to keep all threads busy: split contexts
+    for (int i = 0; i < tiles; ++i) {
+        const int begin = plan.tiles[i].segment_begin(window), end = plan.tiles[i].segment_end();
+        const bool split = few && plan.tiles[i].num_tokens == 1 && end - begin > 1;
+        for (int head = 0; head < heads; ++head, ++plan.num_groups) {
+            if (!split) plan.items.push_back({i, head, begin, end, -1, plan.num_groups});
+            for (int segment = begin; split && segment < end; ++segment)
+                plan.items.push_back({i, head, segment, segment + 1, plan.num_slots++, plan.num_groups});
+        }
+    }
+    return plan;
+}
+
+const AttentionPlan& Step::plan_for(int layer) const {
+    if (layer + 1 == config_.layers && batch_.logit_rows < batch_.tokens) return last_plan_;
+    for (const AttentionPlan& plan : plans_)
+        if (plan.window == model_.layers[layer].raw.window) return plan;
+    std::abort();  // run() made a plan for every window
+}
+
+bool Step::make_buffers() {
+    const size_t rows = batch_.tokens, hidden = config_.hidden, heads = static_cast<size_t>(config_.heads) * config_.head_dim;
+    const size_t qkv = heads + 2 * static_cast<size_t>(config_.kv_heads) * config_.head_dim, logit_rows = batch_.logit_rows;
+    size_t slots = last_plan_.num_slots, groups = last_plan_.num_groups;
+    for (const AttentionPlan& plan : plans_) {
+        slots = std::max<size_t>(slots, plan.num_slots);
+        groups = std::max<size_t>(groups, plan.num_groups);
+    }
+    const size_t partial = static_cast<size_t>(model_.shape.group()) * (config_.head_dim + 2);
+    const size_t privates = private_rows_ ? threads_ : 0;
+    private_stride_ = rows * hidden;
+    decoded_stride_ = static_cast<size_t>(kPanel) * std::max({config_.hidden, config_.intermediate, static_cast<int>(heads)});
+    const size_t floats = rows * (hidden * 2 + qkv) + privates * private_stride_ + slots * partial;
+    const size_t halves = rows * (hidden + 2 * heads + config_.intermediate) + privates * private_stride_ + threads_ * decoded_stride_;
+    if (!model_.arena.reserve(floats * 4 + halves * 2 + threads_ * logit_rows * sizeof(Best) + groups * sizeof(int) + 4096))
+        return false;
+    Arena& arena = model_.arena;
+    arena.rewind();
+    x_ = arena.take<float>(rows * hidden);
+    branch_ = arena.take<float>(rows * hidden);
+    qkv_ = arena.take<float>(rows * qkv);
+    x_private_ = arena.take<float>(privates * private_stride_);
+    partials_ = arena.take<float>(slots * partial);
+    h_ = arena.take<bf16>(rows * hidden);
+    q_ = arena.take<bf16>(rows * heads);
+    attended_ = arena.take<bf16>(rows * heads);
+    gated_ = arena.take<bf16>(rows * config_.intermediate);
+    h_private_ = arena.take<bf16>(privates * private_stride_);
+    decoded_ = arena.take<bf16>(threads_ * decoded_stride_);
+    best_ = arena.take<Best>(threads_ * logit_rows);
+    finished_ = arena.take<std::atomic<int>>(groups);
+    for (size_t i = 0; i < groups; ++i) new (finished_ + i) std::atomic<int>(0);
+    std::fill(best_, best_ + threads_ * logit_rows, Best{-3.0e38f, 0});
+    return true;
+}
+
+bool Step::run() {
+    if (batch_.tokens == 0) return true;
+    make_pages();
+    for (const Layer& layer : model_.layers)
+        if (std::none_of(plans_.begin(), plans_.end(), [&](const auto& plan) { return plan.window == layer.raw.window; }))
+            plans_.push_back(plan_attention(layer.raw.window, false));
+    if (batch_.logit_rows < batch_.tokens) last_plan_ = plan_attention(model_.layers.back().raw.window, true);
+    if (!make_buffers()) return false;
+    model_.team.run([this](int thread) { work(thread); });
+    for (int row = 0; row < batch_.logit_rows; ++row) {
+        Best best = best_[row];
+        for (int thread = 1; thread < threads_; ++thread) {
+            const Best& other = best_[static_cast<size_t>(thread) * batch_.logit_rows + row];
+            if (other.value > best.value || (other.value == best.value && other.index < best.index)) best = other;
+        }
+        const bf16* last = normed(0) + static_cast<size_t>(row) * config_.hidden;
+        const bool finite = std::none_of(last, last + config_.hidden, [](bf16 v) { return (v & 0x7f80) == 0x7f80; });
+        greedy_[row] = finite ? best.index : -1;
+    }
+    return true;
+}
+
+void Step::work(int thread) {
+    embed(thread);
+    const int qkv_width = model_.layers[0].qkv.n;
+    for (int i = 0; i < config_.layers; ++i) {
+        const Layer& layer = model_.layers[i];
+        const float* post = config_.post_norms && i > 0 ? model_.layers[i - 1].raw.post_mlp_norm : nullptr;
+        bf16* kv = model_.layer_kv(i);
+        multiply(thread, layer.qkv, nullptr, batch_.tokens, Epilogue::kStore, qkv_, qkv_width,
+                 first(thread, layer.output, batch_.tokens), post, layer.raw.input_norm);
+        const bool last = i + 1 == config_.layers;
+        const AttentionPlan& plan = plan_for(i);
+        const bool fused = one_token_rows_ && plan.num_slots == 0 && &plan != &last_plan_;
+        if (!fused) rotate(thread, layer, kv);
+        if (last && batch_.logit_rows == 0) return;  // the middle of prompts: only keys and values were wanted
+        attend(thread, plan, layer, kv, fused);
+        if (last && batch_.logit_rows < batch_.tokens) keep_logit_rows(thread);
+        finish_layer(thread, i);
+    }
+    project_logits(thread);
+}
+
+void Step::embed(int thread) {
+    model_.phases.begin(thread, batch_.tokens);
+    const bool everywhere = private_rows_ && config_.post_norms;
+    const __m512 scale = _mm512_set1_ps(config_.embed_scale);
+    auto copy = [&](int token) {
+        const bf16* row = model_.embedding + static_cast<size_t>(batch_.token_ids[token]) * config_.hidden;
+        float* x = residual(thread) + static_cast<size_t>(token) * config_.hidden;
+        for (int i = 0; i < config_.hidden; i += 16) _mm512_storeu_ps(x + i, _mm512_mul_ps(load_bf16(row + i), scale));
+    };
+    if (everywhere)
+        for (int token = 0; token < batch_.tokens; ++token) copy(token);
+    else
+        for (int token; (token = model_.phases.claim(thread)) >= 0;) copy(token);
+}
+
+void Step::norm_row(int thread, int row, const float* post_norm, const float* norm) {
+    const int hidden = config_.hidden;
+    float* x = residual(thread) + static_cast<size_t>(row) * hidden;
+    bf16* h = normed(thread) + static_cast<size_t>(row) * hidden;
+    if (post_norm)
+        rms_norm(branch_ + static_cast<size_t>(row) * hidden, post_norm, hidden, config_.norm_eps,
+                 [&](int i, __m512 v) { _mm512_storeu_ps(x + i, _mm512_add_ps(_mm512_loadu_ps(x + i), v)); });
+    rms_norm(x, norm, hidden, config_.norm_eps, [&](int i, __m512 v) { store_bf16(h + i, v); });
+}
+
+void Step::norm_rows(int thread, int rows, const float* post_norm, const float* norm) {
+    model_.phases.begin(thread, rows);
+    for (int row; (row = model_.phases.claim(thread)) >= 0;) norm_row(thread, row, post_norm, norm);
+}
+
+// out (+)= weight x, where x null means the normed residual (after adding the normed branch, with post_norm).
+void Step::multiply(int thread, const Linear& weight, const bf16* x, int rows, Epilogue epilogue, void* out, int ld,
+                    const uint8_t* next, const float* post_norm, const float* norm) {
+    if (norm && !private_rows_) norm_rows(thread, rows, post_norm, norm);
+    model_.phases.begin(thread, gemm_items(weight, rows));
+    if (norm && private_rows_)
+        for (int row = 0; row < rows; ++row) norm_row(thread, row, post_norm, norm);
+    Best* best = best_ + static_cast<size_t>(thread) * batch_.logit_rows;
+    const GemmJob job{&weight, x ? x : normed(thread), rows, epilogue, out, ld, best, next};
+    gemm(model_.phases, thread, job, decoded_ + static_cast<size_t>(thread) * decoded_stride_);
+}
+
+void Step::rotate_head(const Layer& layer, int token, int kv_head, bf16* kv) {
+    const int head_dim = config_.head_dim, half = head_dim / 2, group = model_.shape.group();
+    const float* row = qkv_ + static_cast<size_t>(token) * layer.qkv.n;
+    const int position = batch_.positions[token];
+    const float* cosines = layer.raw.rope_cos + static_cast<size_t>(position) * half;
+    const float* sines = layer.raw.rope_sin + static_cast<size_t>(position) * half;
+    float head[kMaxHeadDim];
+    auto turn = [&](const float* source, const float* norm, auto&& write) {
+        if (norm) {
+            rms_norm(source, norm, head_dim, config_.norm_eps, [&](int i, __m512 v) { _mm512_storeu_ps(head + i, v); });
+            source = head;
+        }
+        for (int i = 0; i < half; i += 16) {
+            const __m512 a = _mm512_loadu_ps(source + i), b = _mm512_loadu_ps(source + half + i);
+            const __m512 c = _mm512_loadu_ps(cosines + i), s = _mm512_loadu_ps(sines + i);
+            write(i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
+            write(i + half, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+        }
+    };
+    const __m512 scale = _mm512_set1_ps(config_.attention_scale * kLog2e);
+    for (int i = 0; i < group; ++i) {
+        const size_t query = static_cast<size_t>(kv_head) * group + i;
+        bf16* target = q_ + (static_cast<size_t>(token) * config_.heads + query) * head_dim;
+        turn(row + query * head_dim, layer.raw.q_norm,
+             [&](int j, __m512 v) { store_bf16(target + j, _mm512_mul_ps(v, scale)); });
+    }
+    const float* key = row + static_cast<size_t>(config_.heads + kv_head) * head_dim;
+    const float* value = key + static_cast<size_t>(config_.kv_heads) * head_dim;
+    float turned[kMaxHeadDim];
+    turn(key, layer.raw.k_norm, [&](int j, __m512 v) { _mm512_storeu_ps(turned + j, v); });
+    write_kv(model_.shape, kv, page_table_[token][position / kPageTokens], position % kPageTokens, kv_head, turned, value);
+}
+
+void Step::rotate(int thread, const Layer& layer, bf16* kv) {
+    model_.phases.begin(thread, batch_.tokens);
+    for (int token; (token = model_.phases.claim(thread)) >= 0;)
+        for (int head = 0; head < config_.kv_heads; ++head) rotate_head(layer, token, head, kv);
+}
+
+Partial Step::slot(int index) const {
+    const size_t group = model_.shape.group();
+    float* base = partials_ + index * group * (config_.head_dim + 2);
+    return {base, base + group, base + 2 * group};
+}
+
+void Step::attend(int thread, const AttentionPlan& plan, const Layer& layer, bf16* kv, bool rotate_too) {
+    model_.phases.begin(thread, static_cast<int>(plan.items.size()));
+    for (int index = model_.phases.claim(thread); index >= 0;) {
+        const int next = model_.phases.claim(thread);
+        const AttentionItem& item = plan.items[index];
+        if (rotate_too) rotate_head(layer, plan.tiles[item.tile].first_token, item.kv_head, kv);
+        run_item(thread, plan, item, next < 0 ? nullptr : &plan.items[next], kv);
+        index = next;
+    }
+}
+
+void Step::run_item(int thread, const AttentionPlan& plan, const AttentionItem& item, const AttentionItem* next, bf16* kv) {
+    AttentionScratch& scratch = *model_.attention_scratch[thread];
+    const Tile& tile = plan.tiles[item.tile];
+    const int rows = tile.num_tokens * model_.shape.group();
+    for (int segment = item.begin; segment < item.end; ++segment) {
+        const bool more = segment + 1 < item.end;
+        const Tile* ahead = tile.num_tokens > 1 ? nullptr : more ? &tile : next ? &plan.tiles[next->tile] : nullptr;
+        const Partial result = item.slot >= 0 ? slot(item.slot) : segment == item.begin ? scratch.running : scratch.current;
+        attend_segment(model_.shape, plan.window, q_, kv, tile, item.kv_head, segment, ahead,
+                       more ? item.kv_head : next ? next->kv_head : 0, more ? segment + 1 : next ? next->begin : 0,
+                       scratch, result);
+        if (segment > item.begin) merge(scratch.running, scratch.current, rows, config_.head_dim);
+    }
+    if (item.slot >= 0)
+        merge_group(thread, plan, item);
+    else
+        finish_attention(model_.shape, scratch.running, tile, item.kv_head, attended_);
+}
+
+// The thread that finishes the last segment of a head merges all of them, in order.
+void Step::merge_group(int, const AttentionPlan& plan, const AttentionItem& item) {
+    const Tile& tile = plan.tiles[item.tile];
+    const int begin = tile.segment_begin(plan.window), count = tile.segment_end() - begin;
+    std::atomic<int>& finished = finished_[item.group];
+    if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
+    finished.store(0, std::memory_order_relaxed);
+    const int first_slot = item.slot - (item.begin - begin);
+    for (int i = 1; i < count; ++i) merge(slot(first_slot), slot(first_slot + i), model_.shape.group(), config_.head_dim);
+    finish_attention(model_.shape, slot(first_slot), tile, item.kv_head, attended_);
+}
+
+// After the last layer's attention nobody needs the rows without logits: moves the others to the front.
+void Step::keep_logit_rows(int thread) {
+    const size_t hidden = config_.hidden, heads = static_cast<size_t>(config_.heads) * config_.head_dim;
+    model_.phases.begin(thread, 1);
+    const bool mine = model_.phases.claim(thread) == 0, every = private_rows_ && config_.post_norms;
+    for (int i = 0; i < batch_.logit_rows; ++i) {  // ascending, so a row never overwrites one still needed
+        const size_t from = batch_.logit_tokens[i];
+        if (mine) std::memmove(attended_ + i * heads, attended_ + from * heads, heads * sizeof(bf16));
+        if (mine || every) std::memmove(residual(thread) + i * hidden, residual(thread) + from * hidden, hidden * sizeof(float));
+    }
+}
+
+void Step::finish_layer(int thread, int index) {
+    const Layer& layer = model_.layers[index];
+    const bool last = index + 1 == config_.layers, post = config_.post_norms;
+    const int rows = last ? batch_.logit_rows : batch_.tokens;
+    const Epilogue add = post ? Epilogue::kStore : Epilogue::kAdd;
+    void* target = post ? branch_ : x_;
+    const Linear& after = last ? model_.head : model_.layers[index + 1].qkv;
+    multiply(thread, layer.output, attended_, rows, add, target, config_.hidden, first(thread, layer.gate_up, rows));
+    multiply(thread, layer.gate_up, nullptr, rows, config_.gelu ? Epilogue::kGeluMul : Epilogue::kSiluMul, gated_,
+             config_.intermediate, first(thread, layer.down, rows), post ? layer.raw.post_attention_norm : nullptr,
+             layer.raw.mlp_norm);
+    multiply(thread, layer.down, gated_, rows, add, target, config_.hidden, first(thread, after, rows));
+}
+
+void Step::project_logits(int thread) {
+    const float* post = config_.post_norms ? model_.layers.back().raw.post_mlp_norm : nullptr;
+    multiply(thread, model_.head, nullptr, batch_.logit_rows, Epilogue::kLogits, logits_, config_.vocab, nullptr, post,
+             model_.final_norm);
+}
+
+}  // namespace ns

@@ -1,0 +1,125 @@
+// One forward step: the buffers it needs and the phases the team goes through.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "gemm.h"
+#include "model.h"
+#include "team.h"
+
+namespace ns {
+
+struct Layer {
+    NsLayer raw;
+    Linear qkv, output, gate_up, down;
+};
+
+// Memory that grows and is reused; nothing in it lives from step to step.
+class Arena {
+   public:
+    ~Arena();
+    bool reserve(size_t bytes);
+    void rewind() { used_ = 0; }
+    template <class T>
+    T* take(size_t count) {
+        T* here = reinterpret_cast<T*>(base_ + used_);
+        used_ += padded(count * sizeof(T));
+        return here;
+    }
+    static size_t padded(size_t bytes) { return (bytes + 63) & ~size_t{63}; }
+
+   private:
+    uint8_t* base_ = nullptr;
+    size_t size_ = 0, used_ = 0;
+};
+
+// A piece of attention work that one thread does alone: a tile's segments begin..end-1 of one kv head.
+struct AttentionItem {
+    int tile, kv_head, begin, end;
+    int slot;   // where its partial goes when the context is split over threads, else -1
+    int group;  // which (tile, kv head) it belongs to
+};
+
+struct AttentionPlan {
+    int window = 0;
+    std::vector<Tile> tiles;
+    std::vector<AttentionItem> items;
+    int num_slots = 0, num_groups = 0;
+};
+
+struct Model {
+    NsConfig config;
+    AttentionShape shape;
+    const bf16* embedding;
+    Linear head;
+    const float* final_norm;
+    std::vector<Layer> layers;
+    bf16* kv = nullptr;
+    int64_t kv_pages = 0;
+    Team team;
+    Phases phases;
+    Arena arena;
+    std::vector<std::unique_ptr<AttentionScratch>> attention_scratch;
+
+    Model(const NsConfig& config, const bf16* embedding, const Linear& head, const float* final_norm);
+    bf16* layer_kv(int layer) { return kv + static_cast<size_t>(layer) * kv_pages * shape.page(); }
+};
+
+class Step {
+   public:
+    Step(Model& model, const NsBatch& batch, float* logits, int32_t* greedy);
+    bool run();
+
+   private:
+    // Before the team starts.
+    void make_pages();
+    AttentionPlan plan_attention(int window, bool logit_tokens_only) const;
+    const AttentionPlan& plan_for(int layer) const;
+    bool make_buffers();
+    // What each thread does; every one of these begins with a barrier.
+    void work(int thread);
+    void embed(int thread);
+    void norm_rows(int thread, int rows, const float* post_norm, const float* norm);
+    void multiply(int thread, const Linear& weight, const bf16* x, int rows, Epilogue epilogue, void* out, int ld,
+                  const uint8_t* next, const float* post_norm = nullptr, const float* norm = nullptr);
+    void rotate(int thread, const Layer& layer, bf16* kv);
+    void attend(int thread, const AttentionPlan& plan, const Layer& layer, bf16* kv, bool rotate_too);
+    void keep_logit_rows(int thread);
+    void finish_layer(int thread, int index);
+    void project_logits(int thread);
+    // Inside phases.
+    float* residual(int thread) { return private_rows_ && config_.post_norms ? x_private_ + thread * private_stride_ : x_; }
+    bf16* normed(int thread) { return private_rows_ ? h_private_ + thread * private_stride_ : h_; }
+    void norm_row(int thread, int row, const float* post_norm, const float* norm);
+    void rotate_head(const Layer& layer, int token, int kv_head, bf16* kv);
+    void run_item(int thread, const AttentionPlan& plan, const AttentionItem& item, const AttentionItem* next, bf16* kv);
+    void merge_group(int thread, const AttentionPlan& plan, const AttentionItem& item);
+    Partial slot(int index) const;
+    const uint8_t* first(int thread, const Linear& weight, int rows) const {
+        return first_panel(weight, rows, thread, model_.team.size());
+    }
+
+    Model& model_;
+    const NsConfig& config_;
+    const NsBatch& batch_;
+    float* const logits_;
+    int32_t* const greedy_;
+    const int threads_;
+    const bool one_token_rows_;
+    bool private_rows_ = false;  // few rows: every thread norms all of them itself, which saves a barrier
+    std::vector<int> pages_;     // per row its page table
+    std::vector<const int*> page_table_;  // per token
+    std::vector<AttentionPlan> plans_;
+    AttentionPlan last_plan_;
+    // x: fp32 residual stream; h: what goes into a product
+    float *x_ = nullptr, *x_private_ = nullptr, *qkv_ = nullptr, *branch_ = nullptr, *partials_ = nullptr;
+    bf16 *h_ = nullptr, *h_private_ = nullptr, *q_ = nullptr, *attended_ = nullptr, *gated_ = nullptr;
+    bf16* decoded_ = nullptr;
+    Best* best_ = nullptr;
+    std::atomic<int>* finished_ = nullptr;
+    size_t private_stride_ = 0, decoded_stride_ = 0;
+};
+
+}  // namespace ns

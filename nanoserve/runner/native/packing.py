@@ -1,0 +1,227 @@
+"""All weights of a model in one block of memory, in the order and form the C++ engine reads; and that block on disk.
+
+Used by `backend`. Matrices are cut into panels (csrc/gemm.h), small vectors are float32, the embedding stays row-major
+bf16. The block is written to the cache once, so that later starts only read it: no checkpoint parsing, no packing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nanoserve.errors import StartupError
+from nanoserve.runner.models.spec import ModelSpec
+from nanoserve.runner.native.library import Format, SourceType
+from nanoserve.runner.native.memory import allocate
+
+Bytes = npt.NDArray[np.uint8]
+Progress = Callable[[float], None]
+
+QUANTIZATIONS = ("none", "int8", "gguf")
+_GGUF_FORMATS: dict[SourceType | None, Format] = {
+    SourceType.GGUF_Q4_0: Format.Q4,
+    SourceType.GGUF_Q4_1: Format.Q4,
+    SourceType.GGUF_Q8_0: Format.Q8,
+}
+_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class GgufRows:
+    """A matrix as its GGUF file holds it: `data` is [rows, bytes of a row], `kind` its block type."""
+
+    kind: SourceType
+    data: Bytes
+
+
+@dataclass(slots=True)
+class Weights:
+    """Checkpoint tensors by name, taken out as they are packed; and, for some, their GGUF blocks."""
+
+    tensors: dict[str, torch.Tensor]
+    blocks: Mapping[str, GgufRows]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One packed matrix: the checkpoint tensors that are stacked in it. `paired`: gate and up interleaved."""
+
+    names: tuple[str, ...]
+    n: int
+    k: int
+    paired: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the block of memory. `format` is None for vectors and the embedding."""
+
+    offset: int
+    num_bytes: int
+    format: Format | None = None
+
+
+class PackedWeights:
+    """The block and where everything lies in it. Addresses stay valid as long as this object lives."""
+
+    def __init__(self, sections: Mapping[str, Section]) -> None:
+        self.sections = sections
+        self.num_bytes = max(section.offset + section.num_bytes for section in sections.values())
+        self.memory = allocate(-(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT)
+
+    def address(self, name: str) -> int:
+        """Address of a section; 0 (null) for one that the model does not have."""
+        section = self.sections.get(name)
+        return self.memory.ctypes.data + section.offset if section else 0
+
+    def view(self, name: str) -> Bytes:
+        section = self.sections[name]
+        return self.memory[section.offset : section.offset + section.num_bytes]
+
+    def save(self, path: Path) -> None:
+        """Writes the block atomically. A cache that cannot be written is no fault: the next start packs again."""
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.{os.getpid()}")
+            try:
+                self.memory[: self.num_bytes].tofile(temporary)
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def load(self, path: Path) -> bool:
+        """Reads the block; False when there is none or its size is wrong. Reading into huge pages was chosen over
+        mapping the file: as quick from the page cache, and a truncated file cannot end the process by SIGBUS."""
+        try:
+            with path.open("rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size != self.num_bytes:
+                    return False
+                view, done = self.memory.data, 0
+                while done < self.num_bytes:
+                    count = file.readinto(view[done : min(done + (64 << 20), self.num_bytes)])
+                    if not count:
+                        return False
+                    done += count
+            return True
+        except OSError:
+            return False
+
+
+def matrices(spec: ModelSpec) -> dict[str, Matrix]:
+    """Every matrix that is packed, by section name."""
+    hidden, mlp = spec.hidden_size, spec.intermediate_size
+    found: dict[str, Matrix] = {}
+    for index in range(spec.num_layers):
+        attention, feed = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
+        qkv = tuple(f"{attention}{name}_proj.weight" for name in "qkv")
+        found[f"{index}.qkv"] = Matrix(qkv, spec.q_size + 2 * spec.kv_size, hidden)
+        found[f"{index}.output"] = Matrix((f"{attention}o_proj.weight",), hidden, spec.q_size)
+        gate_up = (f"{feed}gate_proj.weight", f"{feed}up_proj.weight")
+        found[f"{index}.gate_up"] = Matrix(gate_up, 2 * mlp, hidden, paired=True)
+        found[f"{index}.down"] = Matrix((f"{feed}down_proj.weight",), hidden, mlp)
+    head = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
+    found["head"] = Matrix((head,), spec.vocab_size, hidden)
+    return found
+
+
+def vectors(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Norm weights and biases by section name: the checkpoint tensors that are joined in it."""
+    found: dict[str, tuple[str, ...]] = {"final_norm": ("model.norm.weight",)}
+    for index in range(spec.num_layers):
+        prefix = f"model.layers.{index}."
+        after = (prefix + "post_attention_layernorm.weight",)
+        found[f"{index}.input_norm"] = (prefix + "input_layernorm.weight",)
+        # In Gemma "post_attention" is behind the attention; in all others it is the norm before the MLP.
+        if spec.sandwich_norms:
+            found[f"{index}.post_attention_norm"] = after
+            found[f"{index}.mlp_norm"] = (prefix + "pre_feedforward_layernorm.weight",)
+            found[f"{index}.post_mlp_norm"] = (prefix + "post_feedforward_layernorm.weight",)
+        else:
+            found[f"{index}.mlp_norm"] = after
+        if spec.qk_norm:
+            found[f"{index}.q_norm"] = (prefix + "self_attn.q_norm.weight",)
+            found[f"{index}.k_norm"] = (prefix + "self_attn.k_norm.weight",)
+        if spec.qkv_bias:
+            found[f"{index}.qkv_bias"] = tuple(f"{prefix}self_attn.{name}_proj.bias" for name in "qkv")
+    return found
+
+
+def choose_formats(spec: ModelSpec, quantization: str, kinds: Mapping[str, SourceType]) -> dict[str, Format]:
+    """The form of each matrix. `kinds`: block types of the GGUF file's matrices, for quantization "gguf"."""
+    formats: dict[str, Format] = {}
+    for section, matrix in matrices(spec).items():
+        formats[section] = Format.Q8 if quantization == "int8" else Format.BF16
+        stacked = {kinds.get(name) for name in matrix.names}
+        if quantization == "gguf" and len(stacked) == 1:
+            formats[section] = _GGUF_FORMATS.get(stacked.pop(), Format.BF16)
+    return formats
+
+
+def lay_out(library: ctypes.CDLL, spec: ModelSpec, formats: Mapping[str, Format]) -> PackedWeights:
+    """Reserves the memory; contents come from `pack_weights` or `PackedWeights.load`."""
+    sizes: dict[str, tuple[int, Format | None]] = {"embedding": (2 * spec.vocab_size * spec.hidden_size, None)}
+    shapes = spec.tensor_shapes()
+    for section, names in vectors(spec).items():
+        sizes[section] = (4 * sum(shapes[name][0] for name in names), None)
+    for section, matrix in matrices(spec).items():
+        size = int(library.ns_packed_bytes(formats[section], matrix.n, matrix.k))
+        sizes[section] = (size, formats[section])
+    sections, offset = {}, 0
+    for section, (size, form) in sizes.items():
+        sections[section] = Section(offset, size, form)
+        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return PackedWeights(sections)
+
+
+def pack_weights(
+    library: ctypes.CDLL, spec: ModelSpec, packed: PackedWeights, weights: Weights, threads: int, progress: Progress
+) -> None:
+    """Fills the block, emptying `weights` on the way so that the peak stays near one copy."""
+    for section, names in vectors(spec).items():
+        joined = torch.cat([weights.tensors.pop(name).float() for name in names])
+        if section.endswith("norm"):
+            joined = joined + spec.norm_offset
+        packed.view(section).view(np.float32)[:] = joined.numpy()
+    embedding = weights.tensors["model.embed_tokens.weight"].to(torch.bfloat16)
+    packed.view("embedding").view(np.int16)[:] = embedding.view(torch.int16).reshape(-1).numpy()
+    todo = matrices(spec)
+    for count, (section, matrix) in enumerate(todo.items(), 1):
+        form = packed.sections[section].format
+        source, kind = _source(matrix, form, weights)
+        # c_void_p of a temporary: `source` must live until the call is over, and does.
+        library.ns_pack(packed.address(section), source.ctypes.data, kind, matrix.n, matrix.k, matrix.paired, threads)
+        progress(count / len(todo))
+
+
+def _source(matrix: Matrix, form: Format | None, weights: Weights) -> tuple[npt.NDArray[np.generic], SourceType]:
+    """The stacked rows of a matrix in the form that the packer reads."""
+    tensors = [weights.tensors.pop(name) for name in matrix.names]
+    rows = [weights.blocks.get(name) for name in matrix.names]
+    blocks = [row for row in rows if row is not None and _GGUF_FORMATS.get(row.kind) == form]
+    if len(blocks) == len(rows):
+        stacked = np.ascontiguousarray(np.concatenate([block.data for block in blocks]))
+        if stacked.shape[0] != matrix.n:
+            raise StartupError(f"{matrix.names[0]}: the GGUF file holds another shape")
+        return stacked, blocks[0].kind
+    if form == Format.Q8:
+        return torch.cat([tensor.float() for tensor in tensors]).contiguous().numpy(), SourceType.FP32
+    joined = torch.cat([tensor.to(torch.bfloat16) for tensor in tensors]).contiguous()
+    return joined.view(torch.int16).numpy(), SourceType.BF16
+
+
+def fingerprint(files: Sequence[Path]) -> str:
+    """Stands for the content of model files: a changed size or time of change means other weights."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        stat = file.stat()
+        digest.update(f"{file.absolute()}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:20]

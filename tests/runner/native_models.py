@@ -1,0 +1,78 @@
+"""Small random models of every family in sizes that the C++ engine takes, and both backends over the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nanoserve.runner.models import read_model_spec
+from nanoserve.runner.models.spec import ModelSpec
+from nanoserve.runner.native import NativeBackend
+from nanoserve.runner.native.backend import NativeOptions
+from nanoserve.runner.native.packing import Weights
+from nanoserve.runner.torch_backend import TorchBackend
+
+VOCAB = 139  # no multiple of 32: the last panel of the output layer is part padding
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+}
+_GEMMA = {
+    "query_pre_attn_scalar": 48,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**_BASE, "architectures": ["LlamaForCausalLM"]},
+    "llama-mha-tied": {
+        **_BASE, "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 6, "tie_word_embeddings": True,
+    },
+    "llama-mqa-9": {
+        **_BASE, "architectures": ["LlamaForCausalLM"], "num_attention_heads": 9, "num_key_value_heads": 1,
+    },
+    "mistral": {**_BASE, "architectures": ["MistralForCausalLM"], "sliding_window": 40},
+    "mistral-long-window": {**_BASE, "architectures": ["MistralForCausalLM"], "sliding_window": 300},
+    "qwen2": {**_BASE, "architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {**_BASE, "architectures": ["Qwen3ForCausalLM"], "head_dim": 64},
+    "gemma3": {**_BASE, **_GEMMA, "architectures": ["Gemma3ForCausalLM"], "head_dim": 96},
+    "gemma3-256": {**_BASE, **_GEMMA, "architectures": ["Gemma3ForCausalLM"], "head_dim": 256},
+}  # fmt: skip
+
+
+def make_spec(name: str, **changes: Any) -> ModelSpec:
+    return read_model_spec({**CONFIGS[name], **changes})
+
+
+def make_weights(spec: ModelSpec, seed: int = 0) -> dict[str, torch.Tensor]:
+    """bfloat16, so that both backends start from the same numbers; norms and biases random too."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in spec.tensor_shapes().items():
+        tensor = torch.randn(shape, generator=generator) * 0.25
+        if name.endswith("norm.weight"):
+            tensor = tensor + 1.0 - spec.norm_offset
+        weights[name] = tensor.to(torch.bfloat16)
+    return weights
+
+
+def make_native(spec: ModelSpec, *, num_blocks: int = 160, seed: int = 0, **options: Any) -> NativeBackend:
+    settings = NativeOptions(**{"threads": 2, **options})
+    backend = NativeBackend(spec, lambda: Weights(make_weights(spec, seed), {}), settings)
+    backend.allocate_kv(num_blocks)
+    return backend
+
+
+def make_torch(spec: ModelSpec, dtype: torch.dtype, *, num_blocks: int = 160, block_size: int = 16) -> TorchBackend:
+    weights = make_weights(spec)
+    backend = TorchBackend(spec, weights, block_size=block_size, dtype=dtype, device=torch.device("cpu"))
+    backend.allocate_kv(num_blocks)
+    return backend
