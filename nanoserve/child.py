@@ -30,6 +30,7 @@ from nanoserve.config import ServerConfig
 from nanoserve.errors import NanoserveError
 from nanoserve.ipc.channels import Outbox
 from nanoserve.ipc.endpoints import Endpoints
+from nanoserve.ipc.link import Watchdog
 from nanoserve.ipc.messages import EngineFacts, Heartbeat, Ready, StartFailed
 from nanoserve.obs.logs import setup_logging, watchdog_file
 from nanoserve.obs.proc import ProcessUsage
@@ -79,7 +80,8 @@ class Link:
         self.name = name
         self.index = index
         self.incarnation = incarnation
-        self.watchdog = watchdog
+        self.watchdog: Watchdog = watchdog
+        self._loop = watchdog
         self.is_ready = False
         self._stop = StopSignal()
         self._outbox = outbox
@@ -112,8 +114,8 @@ class Link:
 
     def pulse(self, now: float) -> None:
         """One turn of the pulse thread: checks the loop, tells the supervisor, logs the usage once a minute."""
-        late = self.watchdog.check(now) if self.is_ready else 0.0
-        doing = self.watchdog.doing
+        late = self._loop.check(now) if self.is_ready else 0.0
+        doing = self._loop.doing
         self._send(Heartbeat(self.name, self.incarnation, late_s=late, doing=doing[0] if doing else ""))
         if now >= self._usage_due:
             self._usage_due = now + _USAGE_LINE_S
@@ -127,6 +129,17 @@ class Link:
 def _beat(link: Link, ended: threading.Event) -> None:
     while not ended.wait(PULSE_S):
         link.pulse(time.monotonic())
+
+
+def _plant_faults(config: ServerConfig, link: Link) -> None:
+    """Only for tests: makes this process fail as `--fault` says."""
+    from nanoserve.obs.faults import FaultyEdge, FaultyWatchdog, faults_for
+
+    faults = faults_for(config.obs.fault, link.name, link.incarnation)
+    if faults:
+        _log.warning("faults on purpose: %s", faults)
+        link.watchdog = FaultyWatchdog(link.watchdog, faults)
+        Outbox.tamper = FaultyEdge(faults)
 
 
 def _run_role(role: str, config: ServerConfig, endpoints: Endpoints, link: Link, options: argparse.Namespace) -> int:
@@ -178,6 +191,8 @@ def main(argv: list[str]) -> int:
     pulse = threading.Thread(target=_beat, args=(link, ended), name="pulse", daemon=True)
     pulse.start()
     try:
+        if config.obs.fault:
+            _plant_faults(config, link)
         return _run_role(options.role, config, endpoints, link, options)
     except NanoserveError as error:
         _log.error("%s", error)

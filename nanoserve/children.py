@@ -21,7 +21,7 @@ from nanoserve.ipc.endpoints import Endpoints
 from nanoserve.ipc.messages import Heartbeat, ProcessFacts
 from nanoserve.obs.logs import log_file
 
-STARTING, READY, STALLED, DEAD = "starting", "ready", "stalled", "dead"
+STARTING, READY, STALLED, RESTARTING, DEAD = "starting", "ready", "stalled", "restarting", "dead"
 
 
 @dataclass(slots=True)
@@ -37,6 +37,7 @@ class Child:
     state: str = STARTING
     stage: str = ""
     progress: float = 0.0
+    ready_once: bool = False
     late_s: float = 0.0
     doing: str = ""
     started_ns: int = field(default_factory=time.monotonic_ns)

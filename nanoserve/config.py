@@ -155,6 +155,8 @@ class ObsConfig:
     watchdog_soft: float = option(30.0, "seconds without progress before all stacks go to the watchdog log; 0: off")
     watchdog_hard: float = option(300.0, "seconds without progress before that process is ended; 0: never")
     startup_timeout: float = option(600.0, "seconds for all processes to become ready")
+    max_restarts: int = option(5, "restarts of one process within ten minutes before the whole server ends")
+    fault: tuple[str, ...] = option((), "for tests: PROCESS:ACTION[=VALUE]@TURN[!], see nanoserve/obs/faults.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from nanoserve.config import ServerConfig
 from nanoserve.errors import ConfigError
 from nanoserve.ipc.ids import MAX_API_INDEX
+from nanoserve.obs.faults import parse_fault
 
 
 def check_config(config: ServerConfig) -> None:
@@ -25,6 +26,8 @@ def check_config(config: ServerConfig) -> None:
         raise ConfigError("--watchdog-hard must be longer than --watchdog-soft, or 0")
     if config.model.chat_template and not Path(config.model.chat_template).is_file():
         raise ConfigError(f"--chat-template {config.model.chat_template}: no such file")
+    for text in obs.fault:
+        parse_fault(text)
     if obs.log_dir and Path(obs.log_dir).exists() and not Path(obs.log_dir).is_dir():
         raise ConfigError(f"--log-dir {obs.log_dir}: not a directory")
 
@@ -54,6 +57,7 @@ def _check_ranges(config: ServerConfig) -> None:
         ("watchdog_soft", config.obs.watchdog_soft, 0),
         ("watchdog_hard", config.obs.watchdog_hard, 0),
         ("startup_timeout", config.obs.startup_timeout, 1),
+        ("max_restarts", config.obs.max_restarts, 0),
     ]
     for name, value, lowest in at_least:
         if value < lowest:

@@ -4,7 +4,8 @@ Owner: the launcher's process. It carries no traffic: it receives Ready, StartFa
 the ServerStatus whenever that changes. One poll waits for messages, for the end of any child (pidfd) and for signals.
 
     bind ─► api ─► (prepare) ─► engine + detok ─► READY once the ring has turned ─► drain ─► exit
-                         any child that dies: the open streams get an error, the log's end is shown, exit 70
+                    a child that dies is started again with the next incarnation; a child that dies before it ever
+                    was ready, or too often, ends the server: open streams get an error, its log's end is shown
 """
 
 from __future__ import annotations
@@ -12,40 +13,44 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
 
 from nanoserve import __version__
-from nanoserve.children import READY, STARTING, Child, Spawner, describe_exit
+from nanoserve.children import READY, RESTARTING, STALLED, STARTING, Child, Spawner, describe_exit
 from nanoserve.config import ServerConfig
 from nanoserve.errors import StartupError
-from nanoserve.ipc.channels import Inbox, Outbox
+from nanoserve.ipc.channels import Inbox
 from nanoserve.ipc.endpoints import Endpoints, create_run_dir, remove_run_dir
 from nanoserve.ipc.link import EXIT_STREAMS_CUT
 from nanoserve.ipc.messages import (
     PROTOCOL_VERSION,
-    EngineFacts,
     Heartbeat,
     Ready,
-    ServerStatus,
     StartFailed,
     SupervisorInbox,
 )
+from nanoserve.listening import listen
 from nanoserve.obs.logs import last_lines, setup_logging
 from nanoserve.obs.terminal import Terminal, base_url, ready_lines
+from nanoserve.restarts import RestartBudget
+from nanoserve.status_board import StatusBoard
+from nanoserve.wakeups import ChildTable, Wakeups
 
 _log = logging.getLogger(__name__)
 
 EXIT_CHILD_DIED = 70
 _TURN_MS = 500
+# A pulse comes every half second. /health must tell the truth within two seconds.
+_SILENT_S = 1.6
 _STOP_GRACE_S = 5.0  # for a part that has nothing left to do
-_BACKLOG = 4096
+_STOP_ORDER = ("api", "detok", "engine", "prepare")  # against the ring, so that nobody talks to the dead
 
 
 class ChildDied(Exception):
@@ -54,59 +59,6 @@ class ChildDied(Exception):
     def __init__(self, child: Child, code: int) -> None:
         super().__init__(f"{child.name} (pid {child.pid}) ended with {describe_exit(code)}")
         self.child = child
-
-
-class Wakeups:
-    """One file descriptor that becomes readable when a child ends or a stop signal comes."""
-
-    def __init__(self) -> None:
-        self.stops = 0
-        self._epoll = select.epoll()
-        self._signal_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(self._signal_fd, select.EPOLLIN)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, *_: object) -> None:
-        self.stops += 1
-        os.eventfd_write(self._signal_fd, 1)
-
-    def fileno(self) -> int:
-        return self._epoll.fileno()
-
-    def watch(self, child: Child) -> None:
-        self._epoll.register(child.pidfd, select.EPOLLIN)
-
-    def ended(self) -> set[int]:
-        """The pidfds of children that have ended and are not reaped yet."""
-        ready = {fd for fd, _ in self._epoll.poll(0)}
-        if self._signal_fd in ready:
-            ready.discard(self._signal_fd)
-            os.eventfd_read(self._signal_fd)
-        return ready
-
-    def close(self) -> None:
-        self._epoll.close()
-        os.close(self._signal_fd)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Binds and listens; StartupError with one line that names the address when that cannot be."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise StartupError(f"cannot listen on {host}: {error.strerror or error}") from None
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise StartupError(f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}") from None
-    return sock
 
 
 class Supervisor:
@@ -122,9 +74,10 @@ class Supervisor:
         self._inbox: Inbox[SupervisorInbox] = Inbox(
             self._context, endpoints.supervisor(), SupervisorInbox, wake_fd=self._wakeups.fileno()
         )
-        self._apis = [Outbox(self._context, endpoints.api(index)) for index in range(config.api.api_workers)]
-        self._children: dict[str, Child] = {}
-        self._status = ServerStatus(stage="starting")
+        self._board = StatusBoard(self._context, endpoints, config.api.api_workers)
+        self._children = ChildTable(self._wakeups)
+        self._budget = RestartBudget(config.obs.max_restarts)
+        self._due: dict[str, float] = {}  # restarts that wait: process name -> monotonic time
         self._stopping = False
         self._begun = time.monotonic()
 
@@ -143,7 +96,7 @@ class Supervisor:
             self._end_with_error(str(error), None)
             raise
         finally:
-            self._kill(list(self._children.values()))
+            self._children.kill(*_STOP_ORDER)
             self._close()
 
     def _start(self) -> None:
@@ -164,25 +117,67 @@ class Supervisor:
 
     def _spawn(self, role: str, index: int) -> None:
         last = self._children.get(f"{role}-{index}")
-        child = self._spawner.start(role, index, last.incarnation + 1 if last else 1, self._status.model_dir)
+        child = self._spawner.start(role, index, last.incarnation + 1 if last else 1, self._board.status.model_dir)
+        child.state = RESTARTING if last else STARTING
         _log.info("started %s, pid %d, incarnation %d", child.name, child.pid, child.incarnation)
-        self._wakeups.watch(child)
-        self._children[child.name] = child
+        self._children.add(child)
         self._publish()
 
     def _turn(self) -> None:
-        """One wait: messages, ends of children, deadlines."""
-        self._pump(_TURN_MS)
-        for child, code in self._reap():
-            if child.role == "prepare" and code == 0:
-                continue
-            raise ChildDied(child, code)
-        if self._status.stage != "ready":
+        """One wait: messages, ends of children, restarts that are due, deadlines."""
+        self._pump(self._patience_ms())
+        for child, code in self._children.reap():
+            self._on_death(child, code)
+        self._restart_due()
+        if self._board.status.stage != "ready":
             self._check_start()
+        self._check_pulses()
+
+    def _patience_ms(self) -> int:
+        due = min(self._due.values(), default=float("inf")) - time.monotonic()
+        return max(1, min(_TURN_MS, int(min(due, 60.0) * 1000) + 1))
+
+    def _on_death(self, child: Child, code: int) -> None:
+        """Plans a restart. ChildDied when there is none left, or the process never was ready in its first life."""
+        if child.role == "prepare" and code == 0:
+            return
+        now = time.monotonic()
+        was_ready = child.ready_once or child.incarnation > 1
+        wait_s = self._budget.spend(child.name, now) if was_ready else None
+        if wait_s is None:
+            raise ChildDied(child, code)
+        self._due[child.name] = now + wait_s
+        again = f" in {wait_s:.1f} s" if wait_s else ""
+        self._terminal.line(f"{child.name} (pid {child.pid}) ended with {describe_exit(code)}, restarting{again}")
+        self._publish()
+
+    def _restart_due(self) -> None:
+        now = time.monotonic()
+        for name in [name for name, due in self._due.items() if due <= now]:
+            del self._due[name]
+            role, _, index = name.rpartition("-")
+            self._spawn(role, int(index))
+
+    def _check_pulses(self) -> None:
+        """Readiness is bad while a process is stopped or stuck; one that stays silent for good is ended."""
+        now = time.monotonic()
+        for child in self._children.living("api", "engine", "detok"):
+            if child.state not in (READY, STALLED):
+                continue
+            silent = now - child.heard
+            stalled = silent > _SILENT_S or child.late_s > _SILENT_S
+            if stalled != (child.state == STALLED):
+                child.state = STALLED if stalled else READY
+                _log.warning("%s is %s (silent %.1f s, late %.1f s)", child.name, child.state, silent, child.late_s)
+                self._publish()
+            hard = self._config.obs.watchdog_hard
+            if hard and silent > hard + _SILENT_S:
+                _log.error("%s gave no sign of life for %.0f s: it is ended", child.name, silent)
+                child.send_signal(signal.SIGKILL)
 
     def _check_start(self) -> None:
         if time.monotonic() - self._begun > self._config.obs.startup_timeout:
-            late = [child for child in self._children.values() if child.state == STARTING]
+            late = [child for child in self._children.all() if child.state == STARTING]
             names = ", ".join(f"{child.name} ({child.stage or 'no word yet'})" for child in late)
             raise StartupError(
                 f"not ready after {self._config.obs.startup_timeout:g} s, still starting: {names or 'the ring'}"
@@ -202,7 +197,9 @@ class Supervisor:
             elif isinstance(message, Ready):
                 self._on_ready(child, message)
             elif isinstance(message, StartFailed) and not self._stopping:
-                raise StartupError(f"{child.name}: {message.message}")
+                if child.incarnation == 1:
+                    raise StartupError(f"{child.name}: {message.message}")
+                self._terminal.line(f"{child.name} cannot start: {message.message}")
 
     def _on_heartbeat(self, child: Child, beat: Heartbeat) -> None:
         if child.hear(beat) and child.role in ("prepare", "engine") and child.state == STARTING:
@@ -214,75 +211,48 @@ class Supervisor:
     def _on_ready(self, child: Child, message: Ready) -> None:
         if message.protocol_version != PROTOCOL_VERSION:
             raise StartupError(f"{child.name} speaks protocol {message.protocol_version}, not {PROTOCOL_VERSION}")
-        child.state = READY
-        engine = message.engine or self._status.engine
-        if message.ring_turned and self._status.stage != "ready":
+        if child.state != READY and child.incarnation > 1:
+            self._terminal.line(f"{child.name} (pid {child.pid}) is back, life {child.incarnation}")
+        child.state, child.ready_once = READY, True
+        engine = message.engine or self._board.status.engine
+        if message.ring_turned and self._board.status.stage != "ready":
             self._publish(stage="ready", progress=1.0, engine=engine)
             self._announce()
         else:
             self._publish(engine=engine)
 
-    def _publish(
-        self,
-        *,
-        stage: str = "",
-        progress: float | None = None,
-        model_dir: str = "",
-        engine: EngineFacts | None = None,
-        draining: bool = False,
-        failed: str = "",
-    ) -> None:
-        """Tells every api what has changed; fields that are not given stay."""
-        old = self._status
-        status = ServerStatus(
-            stage=stage or old.stage,
-            progress=old.progress if progress is None else progress,
-            model_dir=model_dir or old.model_dir,
-            engine=engine or old.engine,
-            processes=[child.facts() for child in self._children.values() if child.role != "prepare"],
-            draining=draining or old.draining,
-            failed=failed or old.failed,
-        )
-        if status != old:
-            self._status = status
-            for outbox in self._apis:
-                outbox.send(status)
+    def _publish(self, **changes: Any) -> None:
+        self._board.publish(self._children.all(), **changes)
 
     def _announce(self) -> None:
         url = base_url(self._config.api.host, self._sock.getsockname()[1])
         seconds = time.monotonic() - self._begun
         for line in ready_lines(
-            url, self._config.served_names[0], self._status.model_dir, self._status.processes, seconds
+            url, self._config.served_names[0], self._board.status.model_dir, self._board.status.processes, seconds
         ):
             self._terminal.line(line)
 
     # ---- the end -----------------------------------------------------------------------------------------
 
-    def _reap(self) -> list[tuple[Child, int]]:
-        ended = self._wakeups.ended()
-        return [(child, child.reap()) for child in self._children.values() if child.alive and child.pidfd in ended]
-
-    def _living(self, *roles: str) -> list[Child]:
-        return [child for child in self._children.values() if child.alive and child.role in roles]
-
     def _drain(self) -> int:
         """Live streams finish within the drain timeout; then the ring stops in reverse order."""
         self._stopping = True
-        apis = self._living("api")
+        apis = self._children.living("api")
         self._terminal.line(f"stopping: live streams have {self._config.api.drain_timeout:g} s to finish")
         self._publish(stage="draining", draining=True)
         for child in apis:
             child.send_signal(signal.SIGTERM)
         codes, finished = self._wait_for_end(apis, self._config.api.drain_timeout + _STOP_GRACE_S)
-        in_time = finished and EXIT_STREAMS_CUT not in codes
-        for role in ("detok", "engine", "prepare"):
-            children = self._living(role)
+        in_time = finished and not any(codes)
+        self._due.clear()
+        for role in _STOP_ORDER[1:]:
+            children = self._children.living(role)
             for child in children:
                 # A part that is still loading has nothing to save and may be deep in native code.
                 child.send_signal(signal.SIGTERM if child.state == READY else signal.SIGKILL)
             if self._wakeups.stops < 2:
                 self._wait_for_end(children, _STOP_GRACE_S)
-            self._kill(children)
+            self._children.kill(role)
         self._terminal.line("stopped" if in_time else "stopped: streams that did not finish in time were cut")
         return 0 if in_time else EXIT_STREAMS_CUT
 
@@ -294,7 +264,7 @@ class Supervisor:
             for line in last_lines(dead.log):
                 self._terminal.line(f"  {line}")
         self._publish(stage="failed", failed=reason)
-        apis = self._living("api")
+        apis = self._children.living("api")
         for child in apis:
             child.send_signal(signal.SIGTERM)
         self._wait_for_end(apis, _STOP_GRACE_S)
@@ -315,20 +285,18 @@ class Supervisor:
                 told = now
                 waiting = ", ".join(child.name for child in children if child.alive)
                 self._terminal.line(f"waiting for {waiting}, at most {deadline - now:.0f} s more")
-            self._pump(min(_TURN_MS, max(1, int((deadline - now) * 1000))))
-            codes += [code for child, code in self._reap() if child in children]
+            self._pump(max(1, min(self._patience_ms(), int((deadline - now) * 1000))))
+            for child, code in self._children.reap():
+                if child in children:
+                    codes.append(code)
+                elif self._board.status.draining and self._children.living("api"):
+                    self._on_death(child, code)  # the streams that are finishing need it
+            self._restart_due()
         return codes, True
-
-    def _kill(self, children: list[Child]) -> None:
-        for child in children:
-            if child.alive:
-                child.send_signal(signal.SIGKILL)
-                child.reap()
 
     def _close(self) -> None:
         self._inbox.close()
-        for outbox in self._apis:
-            outbox.close()
+        self._board.close()
         self._context.destroy(linger=0)
         self._spawner.close()
         self._wakeups.close()

@@ -7,8 +7,8 @@ A frame that does not decode is dropped and counted (`Inbox.dropped`): one broke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 import zmq
@@ -25,18 +25,28 @@ def _no_limits(socket: zmq.Socket[Any]) -> None:
 class Outbox:
     """The sending end. `send` never blocks: with no high-water mark ZMQ queues in memory."""
 
+    # Set by `nanoserve.child` for `--fault` alone: gets endpoint, frame and the function that sends it.
+    tamper: ClassVar[Callable[[str, bytes, Callable[[bytes], object]], None] | None] = None
+
     def __init__(self, context: zmq.Context[Any], endpoint: str, *, linger_ms: int = 1000) -> None:
         self._socket = context.socket(zmq.PUSH)
         _no_limits(self._socket)
         self._socket.setsockopt(zmq.LINGER, linger_ms)
         self._socket.connect(endpoint)
         self._encoder = msgspec.msgpack.Encoder()
+        self._endpoint = endpoint
 
     def send(self, message: msgspec.Struct) -> int:
         """Queues one message; returns its size in bytes."""
         frame = self._encoder.encode(message)
-        self._socket.send(frame, flags=zmq.NOBLOCK, copy=True)
+        if Outbox.tamper is not None:
+            Outbox.tamper(self._endpoint, frame, self._send_frame)
+        else:
+            self._send_frame(frame)
         return len(frame)
+
+    def _send_frame(self, frame: bytes) -> None:
+        self._socket.send(frame, flags=zmq.NOBLOCK, copy=True)
 
     def close(self) -> None:
         self._socket.close()

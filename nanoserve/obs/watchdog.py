@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 _log = logging.getLogger(__name__)
 
@@ -45,11 +44,10 @@ class _Busy:
         self._doing = (what, limit_s)
         self._outer = owner.doing
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
         self._outer = self._owner.doing
         self._owner.doing = self._doing
         self._owner.count += 1
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._owner.doing = self._outer
@@ -88,7 +86,7 @@ class LoopWatchdog:
     def idle(self) -> AbstractContextManager[None]:
         return self._idle
 
-    def busy(self, what: str, limit_s: float) -> AbstractContextManager[_Busy]:
+    def busy(self, what: str, limit_s: float) -> AbstractContextManager[None]:
         return _Busy(self, what, limit_s)
 
     def check(self, now: float) -> float:

@@ -16,7 +16,7 @@ OWN_IMPORTS = 15
 
 LONG_FILES: dict[str, int] = {}
 BIG_CLASSES = {
-    "RequestStream": (17, METHODS),  # the record of one request: a list of plain fields
+    "RequestStream": (20, METHODS),  # the record of one request: a list of plain fields
     "Scheduler": (SELF_ATTRIBUTES, 24),  # many small private methods, few attributes
 }
 WIRING = {"nanoserve/api/process.py": 20}  # builds the whole api process from its parts

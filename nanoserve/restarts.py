@@ -1,0 +1,33 @@
+"""How often a process may be started again, and how long to wait before it: pure, time is a parameter.
+
+Owner: the supervisor. The first restart is immediate, because streams are waiting; repeated ones wait longer, because
+a process that cannot live must not eat the machine; too many end the server.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+WINDOW_S = 600.0
+_FIRST_BACKOFF_S = 0.25
+_LONGEST_BACKOFF_S = 10.0
+
+
+class RestartBudget:
+    """At most `max_restarts` of each process within WINDOW_S."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self._restarts: defaultdict[str, deque[float]] = defaultdict(deque)
+
+    def spend(self, name: str, now: float) -> float | None:
+        """Takes one restart of `name`: seconds to wait before it, or None when the budget is spent."""
+        recent = self._restarts[name]
+        while recent and recent[0] <= now - WINDOW_S:
+            recent.popleft()
+        if len(recent) >= self._max_restarts:
+            return None
+        recent.append(now)
+        if len(recent) == 1:
+            return 0.0
+        return min(_FIRST_BACKOFF_S * 2.0 ** min(len(recent) - 2, 16), _LONGEST_BACKOFF_S)
