@@ -95,9 +95,9 @@ class Exchange:
     async def stream(self) -> web.StreamResponse:
         pieces = await self._first_pieces()
         response = web.StreamResponse(headers={**_SSE_HEADERS, **self._job.headers})
-        await response.prepare(self._request)
         self._context.metrics.streams_open += 1
         try:
+            await response.prepare(self._request)
             await self._write_all(response, pieces)
             await response.write_eof()
         except ConnectionResetError:
