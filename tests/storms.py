@@ -49,12 +49,13 @@ class Story:
 
 
 def solo(ask: Ask, limits: dict[str, Any], executor: Executor) -> tuple[Story, RequestError | None]:
-    """The same request alone, in one chunk, on an idle engine with memory for the longest context.
-
-    `executor` has blocks of 4 tokens.
-    """
-    context_len = make_limits(**limits).context_len
-    roomy = make_limits(block_size=4, vocab_size=limits["vocab_size"], max_model_len=context_len, prefix_cache=False)
+    """The same request alone, on an idle engine with memory enough, without a prefix cache."""
+    roomy = make_limits(
+        block_size=limits["block_size"],
+        vocab_size=limits["vocab_size"],
+        max_model_len=make_limits(**limits).context_len,
+        prefix_cache=False,
+    )
     scheduler = Scheduler(roomy, (EOS,))
     story = Story()
     try:
@@ -162,14 +163,14 @@ class Scenario:
             assert story.prompt_scores == ([] if resumed else alone.prompt_scores)
 
 
-def storm(random: Random, *, vocab_size: int, block_size: int) -> tuple[list[Ask], dict[str, Any]]:
+def storm(random: Random, *, vocab_size: int, block_size: int, scale: int = 1) -> tuple[list[Ask], dict[str, Any]]:
     """A scenario that hurts: many equal prompts, little memory. Drawn evenly, where hypothesis prefers the simple."""
-    context_len = random.randint(16, 40)
+    context_len = random.randint(16, 40) * scale
     limits = {
         "max_num_seqs": random.randint(2, 6),
-        "max_num_batched_tokens": random.randint(3, 24),
+        "max_num_batched_tokens": random.randint(3, 24) * scale,
         "max_model_len": context_len,
-        "num_blocks": -(-context_len // block_size) + random.randint(0, 40 // block_size),
+        "num_blocks": -(-context_len // block_size) + random.randint(0, 40 * scale // block_size),
         "block_size": block_size,
         "vocab_size": vocab_size,
         "policy": random.choice(["fcfs", "priority"]),
@@ -180,7 +181,7 @@ def storm(random: Random, *, vocab_size: int, block_size: int) -> tuple[list[Ask
     for _ in range(random.randint(4, 14)):
         prompt = shared[: random.randint(1, len(shared))] + shared[: random.choice([0, 0, 3])]
         sampling = {
-            "max_tokens": random.choice([0, 1, 6, 15, 30, 30]),
+            "max_tokens": random.choice([0, 1, 6, 15, 30 * scale, 30 * scale]),
             "min_tokens": random.choice([0, 0, 6]),
             "seed": random.randint(0, 1),
             "temperature": random.choice([0.0, 1.0]),

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from nanoserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from nanoserve.ipc.messages import EngineFacts
 from nanoserve.runner.executor import create_executor
 from nanoserve.runner.model_runner import ModelRunner
 from tests.storms import Scenario, storm
@@ -28,31 +29,35 @@ MODEL = {
     "max_position_embeddings": 2048,
 }
 NUM_STORMS = 12
+BACKENDS = {"torch": ("float32", 4, "torch"), "native": ("bfloat16", 16, "auto")}  # dtype, block size, flag
 
 
-def make_runner(model_dir: Path, backend: str, block_size: int, num_blocks: int) -> ModelRunner:
-    """A tiny random Llama in fp32; equal weights in every runner."""
+def make_runner(model_dir: Path, backend: str, num_blocks: int) -> tuple[ModelRunner, EngineFacts]:
+    """A tiny random Llama; equal weights in every runner of one backend."""
+    dtype, block_size, asked = BACKENDS[backend]
     (model_dir / "config.json").write_text(json.dumps(MODEL))
     config = ServerConfig(
-        model=ModelConfig(load_format="dummy", dtype="float32", seed=3, cache_dir=str(model_dir), max_model_len=256),
-        engine=EngineConfig(device="cpu", engine_threads=1, attention_backend=backend),
+        model=ModelConfig(load_format="dummy", dtype=dtype, seed=3, cache_dir=str(model_dir), max_model_len=256),
+        engine=EngineConfig(device="cpu", engine_threads=1, attention_backend=asked),
         scheduler=SchedulerConfig(max_num_seqs=8),
         cache=CacheConfig(block_size=block_size, num_kv_blocks=num_blocks),
     )
-    runner, facts = create_executor(config, model_dir, lambda stage, progress: None)
-    assert facts.batch_invariant
-    return runner
+    return create_executor(config, model_dir, lambda stage, progress: None)
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_output_equals_the_solo_run(backend: str, tmp_path: Path) -> None:
-    solo_runner = make_runner(tmp_path, backend, 4, 64)
+    block_size = BACKENDS[backend][1]
+    solo_runner, facts = make_runner(tmp_path, backend, 64)
+    if backend == "native" and facts.attention_backend != "native":
+        pytest.skip("the C++ engine cannot run on this machine")
+    assert facts.batch_invariant
     preemptions = hits = 0
     outputs = set()
     for seed in range(NUM_STORMS):
         random = Random(seed)
-        asked, limits = storm(random, vocab_size=MODEL["vocab_size"], block_size=4)
-        runner = make_runner(tmp_path, backend, 4, limits["num_blocks"])
+        asked, limits = storm(random, vocab_size=facts.vocab_size, block_size=block_size, scale=max(1, block_size // 4))
+        runner, _ = make_runner(tmp_path, backend, limits["num_blocks"])
         scenario = Scenario(asked, limits, runner, solo_runner)
         scenario.play()
         scenario.check()

@@ -65,7 +65,7 @@ def fake_executor(limits: dict[str, Any], tokens_per_row: int) -> FakeExecutor:
 @given(st.lists(asks(), min_size=1, max_size=10), limit_choices, st.integers(1, 3))
 def test_every_output_equals_the_solo_run(asked: list[Ask], limits: dict[str, Any], tokens_per_row: int) -> None:
     executor = fake_executor(limits, tokens_per_row)
-    scenario = Scenario(asked, limits, executor, FakeExecutor(4, VOCAB))
+    scenario = Scenario(asked, limits, executor, fake_executor(limits, 1))
     scenario.play()
     scenario.check()
     assert executor.states == {}
@@ -77,7 +77,7 @@ def test_storms_with_equal_prompts_and_little_memory() -> None:
         random = Random(seed)
         asked, limits = storm(random, vocab_size=VOCAB, block_size=random.choice([1, 2, 4, 5]))
         executor = fake_executor(limits, random.randint(1, 3))
-        scenario = Scenario(asked, limits, executor, FakeExecutor(4, VOCAB))
+        scenario = Scenario(asked, limits, executor, fake_executor(limits, 1))
         try:
             scenario.play()
             scenario.check()
