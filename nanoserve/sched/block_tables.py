@@ -35,9 +35,10 @@ class BlockTables:
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """The blocks to append for `num_tokens` more computed tokens; None where the pool has too few."""
-        num_new = self._num_blocks(request.num_computed_tokens + num_tokens) - len(request.block_ids)
-        if num_new <= 0:
+        room = len(request.block_ids) * self._block_size - request.num_computed_tokens
+        if num_tokens <= room:
             return []
+        num_new = self._num_blocks(num_tokens - room)
         if num_new > self.pool.num_free:
             return None
         new_block_ids = self.pool.allocate(num_new)
@@ -46,10 +47,11 @@ class BlockTables:
 
     def register_full_blocks(self, request: Request) -> None:
         """Makes full blocks findable, once the step that wrote their last token has ended."""
-        size, keys = self._block_size, request.block_keys
+        size = self._block_size
         num_full = request.num_computed_tokens // size
         if num_full == request.num_registered_blocks or not self.pool.caching:
             return
+        keys = request.block_keys
         self.pool.extend_keys(keys, request.token_ids, request.cache_salt)
         for index in range(request.num_registered_blocks, num_full):
             ids = request.token_ids[index * size : (index + 1) * size]

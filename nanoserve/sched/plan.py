@@ -4,7 +4,8 @@ Plain data, free of torch, so that it can be encoded and sent to tensor-parallel
 given a number of tokens; prefill, chunk, decode and resume are only names for that number. Results are ragged:
 a row may yield no token (a chunk in the middle of its prompt), one, or several (speculation).
 
-The executor keeps each running request's ids and block table between steps, so a plan carries changes only.
+The executor keeps each running request's ids and block table between steps, so a plan carries changes only. What is
+made per row and step is out of the collector's sight (`gc=False`): it holds no cycles, and there is much of it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class NewRequest(msgspec.Struct, array_like=True):
     suppressed_until_min_tokens: tuple[int, ...] = ()  # ids masked while fewer than min_tokens are out
 
 
-class PlanRow(msgspec.Struct, array_like=True):
+class PlanRow(msgspec.Struct, array_like=True, gc=False):
     """`num_tokens` tokens of one request, at positions start .. start+num_tokens-1.
 
     `samples` is true when the last of them is the request's newest token: then the row yields the next one.
@@ -47,7 +48,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     dropped: list[int]  # request ids whose state the executor forgets first (finished, aborted, preempted)
 
 
-class TokenScores(msgspec.Struct, array_like=True):
+class TokenScores(msgspec.Struct, array_like=True, gc=False):
     """Log-probabilities of one position, before temperature and after nothing (raw model scores)."""
 
     logprob: float
@@ -56,7 +57,7 @@ class TokenScores(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
-class RowError(msgspec.Struct, array_like=True):
+class RowError(msgspec.Struct, array_like=True, gc=False):
     request_id: int
     message: str
 

@@ -104,7 +104,8 @@ class Scheduler:
         if num_output:
             # Its prompt's scores went out with the first of these tokens.
             request.prompt_scores_done = True
-            stop = self._find_stop(request, request.token_ids[-1:], num_output - 1)
+            last = request.token_ids[-1:]
+            stop = find_stop(last, num_output - 1, request.max_output_tokens, request.sampling, self._eos_token_ids)
             return self._end(request, stop.reason, now_ns, stop=stop) if stop else None
         return None
 
@@ -181,13 +182,13 @@ class Scheduler:
                 continue  # preempted for one before it
             if budget == 0:
                 break
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            num_tokens = min(len(request.token_ids) - request.num_computed_tokens, budget)
             while (new_block_ids := self.tables.grow(request, num_tokens)) is None:
                 budget += self._preempt(victim(self._running.values(), self._policy), plan)
                 if request.status is not RequestStatus.RUNNING:
                     break  # it was the last in line itself
             else:
-                plan.rows.append(self._row(request, num_tokens, new_block_ids))
+                plan.rows.append(_plan_row(request, num_tokens, new_block_ids))
                 budget -= num_tokens
         return budget
 
@@ -208,7 +209,7 @@ class Scheduler:
             del self._waiting[index]
             plan.new_requests.append(self._start(request, now_ns))
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            plan.rows.append(self._row(request, num_tokens, list(request.block_ids)))
+            plan.rows.append(_plan_row(request, num_tokens, list(request.block_ids)))
             budget -= num_tokens
 
     def _start(self, request: Request, now_ns: int) -> NewRequest:
@@ -231,12 +232,6 @@ class Scheduler:
             sampling,
             suppressed_ids(sampling, self._eos_token_ids),
         )
-
-    def _row(self, request: Request, num_tokens: int, new_block_ids: list[int]) -> PlanRow:
-        request.in_flight = True
-        start = request.num_computed_tokens
-        samples = start + num_tokens == request.num_tokens and request.max_output_tokens > 0
-        return PlanRow(request.request_id, start, num_tokens, new_block_ids, samples)
 
     def _preempt(self, request: Request, plan: StepPlan) -> int:
         """Sends a running request back to wait. Returns the tokens that its row, if planned, gives back."""
@@ -272,37 +267,24 @@ class Scheduler:
     ) -> None:
         request.num_computed_tokens = row.start + row.num_tokens
         if request.wants_prompt_scores:
-            self._collect_prompt_scores(request, row, result, output)
+            _collect_prompt_scores(request, row, result, output)
         self.tables.register_full_blocks(request)
-        stop = None
+        sampling, stop = request.sampling, None
         if new_ids:
-            first_index = request.num_output_tokens
-            stop = self._find_stop(request, new_ids, first_index)
+            first_index = len(request.token_ids) - request.num_prompt_tokens
+            stop = find_stop(new_ids, first_index, request.max_output_tokens, sampling, self._eos_token_ids)
             if stop is not None:
                 new_ids = new_ids[: stop.num_kept]
             request.token_ids += new_ids
-            request.first_token_ns = request.first_token_ns or now_ns
+            if not request.first_token_ns:
+                request.first_token_ns = now_ns
             self.counters.generation_tokens += len(new_ids)
-            scores = None
-            if request.sampling.logprobs is not None:
-                scores = result.scores[row.request_id][: len(new_ids)]
+            scores = result.scores[row.request_id][: len(new_ids)] if sampling.logprobs is not None else None
             output.rows.append(TokenRow(row.request_id, first_index, new_ids, scores))
         elif request.num_computed_tokens == request.num_tokens:
             stop = Stop(0, FinishReason.LENGTH)  # max_tokens=0: the prompt was all
         if stop is not None:
             output.finished.append(self._end(request, stop.reason, now_ns, stop=stop))
-
-    def _collect_prompt_scores(self, request: Request, row: PlanRow, result: StepResult, output: StepOutput) -> None:
-        num_scores = request.num_prompt_tokens - 1
-        request.prompt_scores += result.prompt_scores.get(row.request_id, [])
-        if request.num_computed_tokens >= num_scores:
-            assert len(request.prompt_scores) == num_scores, f"{len(request.prompt_scores)} scores of {num_scores}"
-            prompt = request.token_ids[: request.num_prompt_tokens]
-            output.prompt_scores.append(PromptScoreRow(request.request_id, prompt, request.prompt_scores))
-            request.prompt_scores, request.prompt_scores_done = [], True
-
-    def _find_stop(self, request: Request, new_ids: list[int], num_output_tokens: int) -> Stop | None:
-        return find_stop(new_ids, num_output_tokens, request.max_output_tokens, request.sampling, self._eos_token_ids)
 
     def _end(
         self,
@@ -368,3 +350,21 @@ class Scheduler:
         """AssertionError when a scheduler without work still holds something. Costs O(1): for an idle engine."""
         assert not (self._waiting or self._running or self._ended_in_flight), "a request was forgotten"
         assert self.tables.pool.num_used == 0, f"{self.tables.pool.num_used} blocks are held by nobody"
+
+
+def _plan_row(request: Request, num_tokens: int, new_block_ids: list[int]) -> PlanRow:
+    request.in_flight = True
+    start = request.num_computed_tokens
+    samples = start + num_tokens == len(request.token_ids) and request.max_output_tokens > 0
+    return PlanRow(request.request_id, start, num_tokens, new_block_ids, samples)
+
+
+def _collect_prompt_scores(request: Request, row: PlanRow, result: StepResult, output: StepOutput) -> None:
+    """Gathers a chunk's scores; they go out whole, with the chunk that completes them."""
+    num_scores = request.num_prompt_tokens - 1
+    request.prompt_scores += result.prompt_scores.get(row.request_id, [])
+    if request.num_computed_tokens >= num_scores:
+        assert len(request.prompt_scores) == num_scores, f"{len(request.prompt_scores)} scores of {num_scores}"
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        output.prompt_scores.append(PromptScoreRow(request.request_id, prompt, request.prompt_scores))
+        request.prompt_scores, request.prompt_scores_done = [], True
