@@ -34,19 +34,23 @@ class ByteDecoder:
     def decode(self, chunks: Sequence[Chunk]) -> list[list[str] | None]:
         out: list[list[str] | None] = []
         first: list[Chunk] = []
+        shown, all_texts, parts = self._shown, self._texts, self._table.parts
         for chunk in chunks:
             stream, token_ids, per_token = chunk
             if not stream.context:
                 first.append(chunk)
                 out.append(None)
                 continue
-            texts = self._shown if stream.skip_special else self._texts
-            if len(token_ids) == 1 and not stream.pending:
-                text = texts[token_ids[0]]
-                if text is not None:
-                    out.append([text])
-                    continue
-            out.append(self._slow(stream, token_ids, texts, per_token))
+            texts = shown if stream.skip_special else all_texts
+            if len(token_ids) != 1:
+                out.append(self._many(stream, token_ids, texts, per_token))
+                continue
+            text = texts[token_ids[0]]
+            if text is None:
+                text, stream.pending = take_utf8(stream.pending, parts[token_ids[0]])
+            elif stream.pending:
+                text, stream.pending = take_utf8(stream.pending, text.encode())
+            out.append([text])
         if first:
             found = iter(self._windows.decode(first))
             out = [next(found) if pieces is None else pieces for pieces in out]
@@ -55,7 +59,7 @@ class ByteDecoder:
     def flush(self, stream: TextStream) -> str:
         return self._windows.flush(stream)
 
-    def _slow(self, stream: TextStream, token_ids: list[int], texts: list[str | None], per_token: bool) -> list[str]:
+    def _many(self, stream: TextStream, token_ids: list[int], texts: list[str | None], per_token: bool) -> list[str]:
         parts = self._table.parts
         pending = stream.pending
         if not per_token:

@@ -6,6 +6,7 @@ Pure; called by the detokenizer's manager once per request and drain, after the 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
@@ -36,8 +37,8 @@ class Row:
 
     state: RequestState
     first_index: int
-    token_ids: list[int] = field(default_factory=list)
-    scores: list[tuple[int, RowLogprobs]] = field(default_factory=list)  # (position in token_ids, theirs from there)
+    token_ids: list[int]
+    scores: list[tuple[int, RowLogprobs]] | None = None  # (position in token_ids, theirs from there)
     finished: Finished | None = None
     rebuilt: bool = False  # opened with all ids so far: nothing can be missing
     failure: str = ""
@@ -97,6 +98,18 @@ class Columns:
             self._token_ids += token_ids
         if emission.finished is not None:
             self._finished.append(emission.finished)
+
+    def add_plain(self, rows: list[Row], deltas: list[str]) -> None:
+        """The rows of plain streams that go on, all at once: this is nearly every row of nearly every step."""
+        states = [row.state for row in rows]
+        self._request_ids += [state.request_id for state in states]
+        self._deltas += deltas
+        self._char_offset += [state.sent_chars for state in states]
+        self._first_index += [row.first_index for row in rows]
+        self._num_tokens += [len(row.token_ids) for row in rows]
+        self._token_ids += chain.from_iterable([row.token_ids for row in rows])
+        for state, delta in zip(states, deltas, strict=True):
+            state.sent_chars += len(delta)
 
     def end(self, finished: Finished) -> None:
         """A terminal record of a request that has no text here."""

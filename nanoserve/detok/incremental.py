@@ -7,13 +7,14 @@ the new ids (`read`), and release the difference. What differs here:
 * Only the last U+FFFD of a decode can still become a character (every earlier one has been judged by a byte after
   it), so only that one is held and all text before it is released at once. Offsets always move on, so a window never
   grows: garbage costs what text costs, and no forced flush exists.
-* The left context is the last `_CONTEXT` ids that have bytes. Four bytes decide how any UTF-8 goes on, so four ids do.
+* The left context is the ids since the text last ended in a whole character, mostly one; at most `_CONTEXT` of them,
+  because four bytes decide how any UTF-8 goes on, and every id in a window has at least one.
 * Skipped special ids and ids without a token never enter a window.
 * `<0xNN>` byte tokens (SentencePiece) never enter a window either: their runs are decoded here, character by
   character, because `tokenizers` spoils a whole run, sent characters included, for one bad byte in it (ADR 0004).
 
-All rows of one drain cost two batch decodes, and the first is mostly empty: a row's `surr` text is known from its
-last step until the window is cut back to `_CONTEXT` ids.
+All rows of one drain cost two batch decodes, and the first one is mostly empty: how long the text of a context is, is
+known from the last step or from any stream that had the same context.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeAlias
 
 from nanoserve.tokenizer import Tokenizer
 
 _CONTEXT = 4
 _MAX_WINDOW = 12
+_MAX_MEMO = 65536
 _UNKNOWN = -1
 _GO_ON = -1  # in place of a surr row: the text of the last read row
 _NOTHING = -2  # in place of a surr row: there is no left context
@@ -39,17 +41,15 @@ class TextStream:
 
     skip_special: bool
     context: list[int]  # ids[surr_offset:read_offset]; empty only before the first token without a prompt's tail
+    clean: int = 0  # context[:clean] ended in a whole character and is dropped when the text does so again
     context_chars: int = _UNKNOWN  # released characters of decode(context), when they are known
     held: bool = False  # the text ends in a U+FFFD that may become a character
     pending: bytes = b""  # bytes of an unfinished character
 
 
-class Chunk(NamedTuple):
-    """New ids of one stream. `per_token` asks for one piece of text per id instead of one for all."""
-
-    stream: TextStream
-    token_ids: list[int]
-    per_token: bool = False
+Chunk: TypeAlias = tuple[TextStream, list[int], bool]
+"""New ids of one stream; True asks for one piece of text per id instead of one for all. (A plain tuple: it is made
+for every row of every step, and a named one costs six times as much.)"""
 
 
 class Decoder(Protocol):
@@ -105,10 +105,11 @@ class WindowDecoder:
         self._byte_values = _byte_tokens(tokenizer)
         # With byte tokens apart, U+FFFD from a text token is a token that says U+FFFD: nothing to wait for.
         self._holds = not self._byte_values
-        void = (i for i in range(tokenizer.vocab_size) if tokenizer.id_to_token(i) is None)
+        void = (i for i in range(tokenizer.vocab_size) if not tokenizer.id_to_token(i))
         self._apart = frozenset(void) | frozenset(self._byte_values)
         self._apart_or_special = self._apart | self._special
         self._anchor = find_anchor(tokenizer, self._apart_or_special)
+        self._memo: dict[int | tuple[int, ...], int] = {}  # context -> its certain characters
         self._strips_first_space = self._decode([[self._byte_id(0x20)]]) == [""] if self._byte_values else False
 
     def _byte_id(self, value: int) -> int:
@@ -123,17 +124,56 @@ class WindowDecoder:
                 context.pop()
         if not context and any(token_id in self._byte_values for token_id in prompt_tail):
             context = list(self._anchor)  # there was text, only none that can stand in a window
-        return TextStream(skip_special=skip_special, context=context)
+        return TextStream(skip_special=skip_special, context=context, clean=len(context))
 
     def decode(self, chunks: Sequence[Chunk]) -> list[list[str] | None]:
-        jobs = [self._plan(chunk) for chunk in chunks]
+        out: list[list[str] | None] = [None] * len(chunks)
         surr_rows: list[list[int]] = []
         read_rows: list[list[int]] = []
-        for job in jobs:
-            _lay_windows(job, surr_rows, read_rows)
+        steps: list[tuple[int, TextStream, int, int]] = []  # (place, stream, chars or ~surr row, read row)
+        jobs: list[tuple[int, _Job]] = []
+        memo = self._memo
+        for place, chunk in enumerate(chunks):
+            stream, token_ids, _ = chunk
+            context = stream.context
+            apart = self._apart_or_special if stream.skip_special else self._apart
+            if len(token_ids) != 1 or not context or stream.pending or token_ids[0] in apart:
+                job = self._plan(chunk)
+                self._lay_windows(job, surr_rows, read_rows)
+                jobs.append((place, job))
+                continue
+            # One more text token, as in nearly every row of nearly every step.
+            chars = stream.context_chars
+            if chars == _UNKNOWN:
+                known = memo.get(context[0] if len(context) == 1 else tuple(context))
+                if known is None:
+                    chars = ~len(surr_rows)
+                    surr_rows.append(context)
+                else:
+                    chars = known
+            steps.append((place, stream, chars, len(read_rows)))
+            read_rows.append(context + token_ids)
         surr_texts = self._texts(surr_rows)
         read_texts = self._texts(read_rows)
-        return [self._finish(job, surr_texts, read_texts) for job in jobs]
+        self._remember(surr_rows, surr_texts)
+        holds = self._holds
+        for place, stream, chars, read in steps:
+            text = read_texts[read]
+            if text is None or (chars < 0 and surr_texts[~chars] is None):
+                continue
+            if chars < 0:
+                chars = len(self._certain(surr_texts[~chars] or ""))
+            held = holds and text[-1:] == REPLACEMENT
+            end = len(text) - held
+            out[place] = [text[chars:end]]
+            window = read_rows[read]
+            if held:
+                _grow(stream, window, max(chars, end))
+            else:
+                _begin_anew(stream, window)
+        for place, job in jobs:
+            out[place] = self._finish(job, surr_texts, read_texts)
+        return out
 
     def flush(self, stream: TextStream) -> str:
         left = stream.held or bool(stream.pending)
@@ -166,13 +206,37 @@ class WindowDecoder:
             _join_cuts(job)
         return job
 
+    def _lay_windows(self, job: _Job, surr_rows: list[list[int]], read_rows: list[list[int]]) -> None:
+        """Turns cuts into rows to decode. A window that has become long starts again `_CONTEXT` ids before the cut."""
+        begin = job.base
+        stream = job.stream
+        if stream.context_chars == _UNKNOWN and stream.context:
+            key = stream.context[0] if len(stream.context) == 1 else tuple(stream.context)
+            stream.context_chars = self._memo.get(key, _UNKNOWN)
+        for i, cut in enumerate(job.cuts):
+            surr = _GO_ON
+            if i == 0:
+                fresh = stream.context_chars == _UNKNOWN
+            else:
+                fresh = cut - job.start > _MAX_WINDOW
+                if fresh:
+                    job.start = max(0, begin - _CONTEXT)
+            if fresh and begin == job.start:
+                surr = _NOTHING
+            elif fresh:
+                surr = len(surr_rows)
+                surr_rows.append(job.ids[job.start : begin])
+            job.rows.append((surr, len(read_rows)))
+            read_rows.append(job.ids[job.start : cut])
+            begin = cut
+
     def _take_byte(self, job: _Job, token_id: int) -> str:
         stream = job.stream
         value = self._byte_values[token_id]
         if not job.ids:  # the first text of all: from here on no token is the first one
             job.ids += self._anchor
             job.base = len(job.ids)
-            stream.context, stream.context_chars = list(self._anchor), _UNKNOWN
+            stream.context, stream.clean, stream.context_chars = list(self._anchor), len(self._anchor), _UNKNOWN
             if value == 0x20 and self._strips_first_space:
                 return ""
         text, stream.pending = take_utf8(stream.pending, bytes((value,)))
@@ -195,13 +259,21 @@ class WindowDecoder:
             job.pieces[sink] += certain[chars:]
             chars = max(chars, len(certain))  # what was released stays released
         if job.rows and text is not None:
-            stream.held = len(self._certain(text)) < len(text)
             window = job.ids[job.start :]
-            if len(window) > _MAX_WINDOW:
-                stream.context, stream.context_chars = window[-_CONTEXT:], _UNKNOWN
+            if self._holds and text.endswith(REPLACEMENT):
+                stream.clean = max(0, stream.clean - job.start)
+                _grow(stream, window, chars)
             else:
-                stream.context, stream.context_chars = window, chars
+                _begin_anew(stream, job.ids)
         return job.pieces if job.per_token else ["".join(job.pieces)]
+
+    def _remember(self, surr_rows: list[list[int]], surr_texts: list[str | None]) -> None:
+        """Contexts come back: a handful of tokens is most of any text."""
+        if len(self._memo) > _MAX_MEMO:
+            self._memo.clear()
+        for row, text in zip(surr_rows, surr_texts, strict=True):
+            if text is not None and len(row) <= _CONTEXT:
+                self._memo[row[0] if len(row) == 1 else tuple(row)] = len(self._certain(text))
 
     def _certain(self, text: str) -> str:
         return text[:-1] if self._holds and text.endswith(REPLACEMENT) else text
@@ -225,6 +297,22 @@ class WindowDecoder:
         return self._tokenizer.decode_batch(rows, skip_special_tokens=False)
 
 
+def _grow(stream: TextStream, window: list[int], chars: int) -> None:
+    """The text ends inside a character, or in an invalid one: the window stays, and is cut when it has become long."""
+    stream.held = True
+    if len(window) > _MAX_WINDOW:
+        stream.context, stream.clean, stream.context_chars = window[-_CONTEXT:], 0, _UNKNOWN
+    else:
+        stream.context, stream.context_chars = window, chars
+
+
+def _begin_anew(stream: TextStream, window: list[int]) -> None:
+    """The text ends in a whole character: what came since the last such place is context enough."""
+    context = window[max(stream.clean, len(window) - _CONTEXT) :]
+    stream.held = False
+    stream.context, stream.clean, stream.context_chars = context, len(context), _UNKNOWN
+
+
 def _join_cuts(job: _Job) -> None:
     """One piece for the whole chunk: neighbouring pieces of the windows become one cut.
 
@@ -238,27 +326,6 @@ def _join_cuts(job: _Job) -> None:
     ]
     job.cuts = [job.cuts[i] for i in keep]
     job.sinks = [job.sinks[i] for i in keep]
-
-
-def _lay_windows(job: _Job, surr_rows: list[list[int]], read_rows: list[list[int]]) -> None:
-    """Turns cuts into rows to decode. A window that has become long starts again `_CONTEXT` ids before the cut."""
-    begin = job.base
-    for i, cut in enumerate(job.cuts):
-        surr = _GO_ON
-        if i == 0:
-            fresh = job.stream.context_chars == _UNKNOWN
-        else:
-            fresh = cut - job.start > _MAX_WINDOW
-            if fresh:
-                job.start = max(0, begin - _CONTEXT)
-        if fresh and begin == job.start:
-            surr = _NOTHING
-        elif fresh:
-            surr = len(surr_rows)
-            surr_rows.append(job.ids[job.start : begin])
-        job.rows.append((surr, len(read_rows)))
-        read_rows.append(job.ids[job.start : cut])
-        begin = cut
 
 
 def _byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:

@@ -20,6 +20,7 @@ from nanoserve.detok.vocabulary import Vocabulary
 from nanoserve.ipc.columns import unpack_ids
 from nanoserve.ipc.ids import api_index
 from nanoserve.ipc.messages import (
+    EmitMode,
     EngineStats,
     Finished,
     FinishReason,
@@ -112,12 +113,22 @@ class Intake:
         if self._vocabulary is not None:
             drain.suspect |= self._vocabulary.lacks_any(token_ids)
         scores = {row.row: row for row in batch.logprobs} if batch.logprobs else None
-        begin = 0
-        for place, request_id in enumerate(batch.request_ids):
-            end = begin + batch.num_tokens[place]
-            own = scores.get(place) if scores else None
-            self._take_row(drain, request_id, batch.first_index[place], token_ids[begin:end], own)
-            begin = end
+        begin = place = 0
+        rows, use = drain.rows, self._states.use
+        for request_id, first_index, num_tokens in zip(
+            batch.request_ids, batch.first_index, batch.num_tokens, strict=True
+        ):
+            own_ids = token_ids[begin : begin + num_tokens]
+            begin += num_tokens
+            own_scores = scores.get(place) if scores else None
+            place += 1
+            if request_id not in rows:
+                state = use(request_id)
+                if state is not None and first_index == state.num_tokens and own_scores is None:
+                    rows[request_id] = Row(state, first_index, own_ids)
+                    state.num_tokens += num_tokens
+                    continue
+            self._take_row(drain, request_id, first_index, own_ids, own_scores)
         for prompt in batch.prompt_logprobs:
             self._prompt_logprobs(prompt, drain)
         for finished in batch.finished:
@@ -137,15 +148,16 @@ class Intake:
             token_ids = unpack_ids(opened.output_token_ids)
         except (msgspec.MsgspecError, ValueError):
             spec, token_ids, failure = TextSpec(), [], "The request's text options cannot be read."
-        state = RequestState(request_id, spec, stream=None)
+        state = RequestState(request_id, api_index(request_id), spec, stream=None)
         vocabulary = self._vocabulary
         if vocabulary is not None and spec.detokenize:
             state.stream = vocabulary.decoder.open(spec.prompt_tail, skip_special=spec.skip_special_tokens)
             if spec.stop:
                 state.matcher = StopMatcher(spec.stop)
                 state.stop_tokens = vocabulary.stop_tokens(spec.stop)
+            state.is_plain = not spec.stop and spec.emit is EmitMode.STREAM and not failure
         self._states.put(state)
-        row = drain.rows[request_id] = Row(state, 0, rebuilt=bool(token_ids), failure=failure)
+        row = drain.rows[request_id] = Row(state, 0, [], rebuilt=bool(token_ids), failure=failure)
         drain.suspect |= bool(token_ids)
         self._extend(row, token_ids, None)
 
@@ -158,7 +170,7 @@ class Intake:
             if state is None:
                 self._unknown_row(drain, request_id, len(token_ids))
                 return
-            row = drain.rows[request_id] = Row(state, state.num_tokens)
+            row = drain.rows[request_id] = Row(state, state.num_tokens, [])
         have = row.state.num_tokens
         if first_index > have:
             self._forget_and_ask(drain, request_id)
@@ -182,7 +194,7 @@ class Intake:
                     num_chars=state.sent_chars + len(state.held_back),
                     pending=pending,
                 )
-            row.scores.append((len(row.token_ids), scores))
+            row.scores = [*(row.scores or ()), (len(row.token_ids), scores)]
         row.token_ids += token_ids
         state.num_tokens += len(token_ids)
 
@@ -218,7 +230,7 @@ class Intake:
             if state is None:
                 self._unknown_end(drain, finished)
                 return
-            row = drain.rows[request_id] = Row(state, state.num_tokens)
+            row = drain.rows[request_id] = Row(state, state.num_tokens, [])
         regular = finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
         if regular and not row.rebuilt and finished.num_output_tokens > row.state.num_tokens:
             self._forget_and_ask(drain, request_id)  # its last ids never came

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import msgspec
 
-from nanoserve.detok.incremental import Chunk, WindowDecoder, find_anchor, take_utf8
+from nanoserve.detok.incremental import WindowDecoder, find_anchor, take_utf8
 from nanoserve.detok.token_table import TokenTable
 from nanoserve.ipc.messages import RowLogprobs, TokenText
 from nanoserve.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ class TokenNames:
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Released text per id of a whole prompt, special tokens left out."""
         stream = self._windows.open((), skip_special=True)
-        pieces = self._windows.decode([Chunk(stream, list(token_ids), per_token=True)])[0]
+        pieces = self._windows.decode([(stream, list(token_ids), True)])[0]
         return pieces if pieces is not None else [""] * len(token_ids)
 
     def _text(self, token_id: int) -> str:

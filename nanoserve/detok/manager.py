@@ -19,7 +19,6 @@ from nanoserve.detok.intake import Counters, Drain, Intake
 from nanoserve.detok.state import StateTable
 from nanoserve.detok.token_table import TokenTable, build_table
 from nanoserve.detok.vocabulary import Vocabulary
-from nanoserve.ipc.ids import api_index
 from nanoserve.ipc.messages import AbortCause, AbortRequest, DetokStats, Resync, TextBatch, TokenBatch
 from nanoserve.tokenizer import Tokenizer
 
@@ -91,33 +90,56 @@ class DetokManager:
         return self._output(drain)
 
     def _advance(self, drain: Drain) -> None:
-        """Decodes all rows at once and settles them one by one."""
-        rows = list(drain.rows.values())
+        """Decodes all rows at once; plain ones are done then, the others are settled one by one."""
+        plain: list[Row] = []
+        others: list[Row] = []
         chunks: list[Chunk] = []
-        heads: list[bool] = []
-        for row in rows:
-            stream = row.state.stream
-            if stream is None or row.failure:
-                continue
-            token_ids = row.token_ids if row.finished is None else row.token_ids[: row.num_shown]
-            if drain.suspect and self._vocabulary is not None and self._vocabulary.lacks_any(token_ids):
-                row.failure = "The model made a token that its tokenizer does not have."
-                continue
-            heads.append(not stream.context)
-            chunks.append(Chunk(stream, token_ids, row.per_token))
+        for row in drain.rows.values():
+            state = row.state
+            if state.is_plain and row.finished is None and row.scores is None and not drain.suspect:
+                assert state.stream is not None
+                if row.token_ids:
+                    plain.append(row)
+                    chunks.append((state.stream, row.token_ids, False))
+            else:
+                others.append(row)
+        heads = [self._add_chunk(drain, row, chunks) for row in others]
         texts: list[list[str] | None] = []
         if self._vocabulary is not None:
             started = self._clock()
             texts = self._vocabulary.decoder.decode(chunks)
             self._counters.decode_seconds += (self._clock() - started) * 1e-9
-        decoded = iter(zip(texts, heads, strict=True))
-        for row in rows:
-            self._counters.tokens += len(row.token_ids)
-            pieces: list[str] | None = [""]
-            head = False
-            if row.state.stream is not None and not row.failure:
-                pieces, head = next(decoded)
-            self._settle(drain, row, pieces, head)
+        self._counters.tokens += sum(len(row.token_ids) for row in drain.rows.values())
+        others_texts = iter(texts[len(plain) :])
+        self._send_plain(drain, plain, texts[: len(plain)])
+        for row, head in zip(others, heads, strict=True):
+            self._settle(drain, row, [""] if head is None else next(others_texts), bool(head))
+
+    def _add_chunk(self, drain: Drain, row: Row, chunks: list[Chunk]) -> bool | None:
+        """Adds what is to be decoded. True where it begins the text, None where nothing is to be decoded."""
+        stream = row.state.stream
+        if stream is None or row.failure:
+            return None
+        token_ids = row.token_ids if row.finished is None else row.token_ids[: row.num_shown]
+        if drain.suspect and self._vocabulary is not None and self._vocabulary.lacks_any(token_ids):
+            row.failure = "The model made a token that its tokenizer does not have."
+            return None
+        chunks.append((stream, token_ids, row.per_token))
+        return not stream.context
+
+    def _send_plain(self, drain: Drain, rows: list[Row], texts: list[list[str] | None]) -> None:
+        by_api: dict[int, tuple[list[Row], list[str]]] = {}
+        for row, pieces in zip(rows, texts, strict=True):
+            if pieces is None:
+                self._settle(drain, row, None, False)
+                continue
+            group = by_api.get(row.state.api)
+            if group is None:
+                group = by_api[row.state.api] = ([], [])
+            group[0].append(row)
+            group[1].append(pieces[0])
+        for index, (api_rows, deltas) in by_api.items():
+            drain.columns[index].add_plain(api_rows, deltas)
 
     def _settle(self, drain: Drain, row: Row, pieces: list[str] | None, head: bool) -> None:
         """One request's news go out, and its state goes when it has ended."""
@@ -132,7 +154,7 @@ class DetokManager:
         else:
             decoder = self._vocabulary.decoder if self._vocabulary is not None else None
             emission = emit(row, pieces, decoder, was_head=head)
-        drain.columns[api_index(request_id)].add(row, emission)
+        drain.columns[row.state.api].add(row, emission)
         if emission.finished is None:
             return
         self._counters.stop_overrun_tokens += emission.num_overrun

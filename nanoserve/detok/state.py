@@ -20,8 +20,10 @@ class RequestState:
     """One live request."""
 
     request_id: int
+    api: int  # index of the api process that owns it
     spec: TextSpec
     stream: TextStream | None  # None: ids only
+    is_plain: bool = False  # its text goes out as it is decoded: no stop strings, streamed
     matcher: StopMatcher | None = None
     stop_tokens: dict[int, str] = field(default_factory=dict)  # stop strings that are one special token
     scores: ScoreLine | None = None

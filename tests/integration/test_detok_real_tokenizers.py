@@ -11,7 +11,7 @@ import pytest
 
 from nanoserve.config import ModelConfig, ServerConfig
 from nanoserve.detok.byte_decoder import ByteDecoder
-from nanoserve.detok.incremental import Chunk, Decoder, WindowDecoder
+from nanoserve.detok.incremental import Decoder, WindowDecoder
 from nanoserve.detok.token_table import TokenTable, build_table, load_or_build_table
 from nanoserve.hub.resolve import prepare
 from nanoserve.tokenizer import Tokenizer, load_tokenizer
@@ -61,7 +61,7 @@ def stream(decoder: Decoder, token_ids: list[int], tail: list[int], rng: random.
     text, at = "", 0
     while at < len(token_ids):
         size = rng.choice((1, 1, 1, 2, 5))
-        pieces = decoder.decode([Chunk(state, token_ids[at : at + size], rng.random() < 0.5)])[0]
+        pieces = decoder.decode([(state, token_ids[at : at + size], rng.random() < 0.5)])[0]
         assert pieces is not None
         text += "".join(pieces)
         at += size

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.detok.byte_decoder import ByteDecoder
-from nanoserve.detok.incremental import Chunk, Decoder, WindowDecoder, take_utf8
+from nanoserve.detok.incremental import Decoder, WindowDecoder, take_utf8
 from nanoserve.detok.token_table import build_table
 from nanoserve.tokenizer import HFTokenizer
 from tests.unit.detok_tokenizers import CORPUS, FAMILIES, byte_level, gemma_like, llama2, reference
@@ -37,7 +37,7 @@ def stream_text(
     at = 0
     for size in sizes:
         chunk = token_ids[at : at + size]
-        pieces = decoder.decode([Chunk(stream, chunk, per_token)])[0]
+        pieces = decoder.decode([(stream, chunk, per_token)])[0]
         assert pieces is not None
         assert len(pieces) == (len(chunk) if per_token else 1)
         deltas.append("".join(pieces))
@@ -127,7 +127,7 @@ def test_valid_characters_come_at_most_three_tokens_late(family: str, kind: str,
     sent = 0
     totals: list[int] = []
     for token_id in token_ids:
-        pieces = decoder.decode([Chunk(stream, [token_id])])[0]
+        pieces = decoder.decode([(stream, [token_id], False)])[0]
         assert pieces is not None and "\ufffd" not in pieces[0]
         sent += len(pieces[0])
         totals.append(sent)
@@ -172,7 +172,7 @@ def test_garbage_costs_what_its_first_tokens_cost(tokenizer: HFTokenizer, byte: 
     costs: list[int] = []
     for _ in range(2000):
         before = counting.decoded_ids
-        pieces = decoder.decode([Chunk(stream, [junk])])[0]
+        pieces = decoder.decode([(stream, [junk], False)])[0]
         assert pieces is not None
         text += pieces[0]
         costs.append(counting.decoded_ids - before)
@@ -185,17 +185,26 @@ def test_garbage_costs_what_its_first_tokens_cost(tokenizer: HFTokenizer, byte: 
 def test_a_drain_is_two_batch_decodes_whatever_its_size() -> None:
     counting = Counting(byte_level())
     decoder = WindowDecoder(counting)  # type: ignore[arg-type]
-    streams = [decoder.open([1, 2, 3], skip_special=True) for _ in range(64)]
+    streams = [decoder.open([1, 2, 3 + i], skip_special=i % 2 == 0) for i in range(64)]
     ids = byte_level().encode("The quick brown fox 🔥 jumps", add_special_tokens=False)
+    for step, most in enumerate((2, 2, 1)):  # what the same contexts are is known the third time
+        calls = counting.calls
+        decoder.decode([(stream, ids[:3] if i % 2 else ids[3:4], False) for i, stream in enumerate(streams)])
+        assert counting.calls - calls == most, step
     calls = counting.calls
-    decoder.decode([Chunk(stream, ids[:3]) for stream in streams])
-    assert counting.calls - calls == 2
-    calls = counting.calls
-    decoder.decode([Chunk(stream, ids[3:4]) for stream in streams])
-    assert counting.calls - calls == 1  # every surr text is known from the step before
-    calls = counting.calls
-    decoder.decode([Chunk(stream, []) for stream in streams])
+    decoder.decode([(stream, [], False) for stream in streams])
     assert counting.calls == calls
+
+
+def test_a_window_of_plain_text_is_one_token_of_context() -> None:
+    counting = Counting(byte_level())
+    decoder = WindowDecoder(counting)  # type: ignore[arg-type]
+    stream = decoder.open([], skip_special=True)
+    for token_id in byte_level().encode("The quick brown fox jumps over" * 20, add_special_tokens=False):
+        before = counting.decoded_ids
+        decoder.decode([(stream, [token_id], False)])
+        assert counting.decoded_ids - before <= 3
+        assert len(stream.context) == 1
 
 
 def test_a_prompt_that_ends_inside_a_character_is_no_part_of_the_output() -> None:
@@ -238,7 +247,7 @@ def test_a_row_that_cannot_be_decoded_fails_alone() -> None:
     decoder = WindowDecoder(Breaking(byte_level()))  # type: ignore[arg-type]
     good, bad = decoder.open([], skip_special=True), decoder.open([], skip_special=True)
     ids = byte_level().encode("fox", add_special_tokens=False)
-    assert decoder.decode([Chunk(good, ids), Chunk(bad, [77])]) == [["fox"], None]
+    assert decoder.decode([(good, ids, False), (bad, [77], False)]) == [["fox"], None]
 
 
 _lead = st.sampled_from(
