@@ -21,6 +21,7 @@ import msgspec
 
 from nanoserve.ipc.messages import AbortCause, Failure, Finished, FinishReason
 from nanoserve.sched.admission import SchedulerLimits, check_admissible
+from nanoserve.sched.block_pool import BlockKey
 from nanoserve.sched.block_tables import BlockTables
 from nanoserve.sched.plan import NewRequest, PlanRow, StepPlan, StepResult
 from nanoserve.sched.policy import POLICIES, victim
@@ -29,8 +30,10 @@ from nanoserve.sched.stop import Stop, find_stop, suppressed_ids
 
 # A waiting request that does not fit lets smaller ones pass, this often; then it holds the queue until it fits.
 MAX_BYPASSES = 64
-# Most requests that do not fit which one step looks at, so that a full pool costs a step little.
+# Most waiting requests that one step passes over because they do not fit, or because what they need is just being
+# computed: a step's cost must not grow with the queue.
 MAX_MISFITS_PER_STEP = 8
+MAX_PASSED_PER_STEP = 256
 
 
 @dataclass(slots=True)
@@ -193,12 +196,19 @@ class Scheduler:
         return budget
 
     def _schedule_waiting(self, plan: StepPlan, budget: int, now_ns: int) -> None:
+        keys_in_step = self._keys_in_step(plan)
         index = misfits = 0
-        while budget > 0 and index < len(self._waiting) and len(self._running) < self.limits.max_num_running:
+        while budget > 0 and len(self._running) < self.limits.max_num_running:
+            if index >= min(len(self._waiting), MAX_PASSED_PER_STEP):
+                break
             request = self._waiting[index]
+            hits = self.tables.cached_blocks(request)
+            if self.tables.is_better_later(request, hits, keys_in_step):
+                index += 1
+                continue
             # One free block per running request stays: without it the newcomer would soon be preempted for their
             # growth, and its prompt computed in vain.
-            if not self.tables.open(request, num_spare=len(self._running)):
+            if not self.tables.open(request, hits, num_spare=len(self._running)):
                 misfits += 1
                 if request.num_bypasses >= MAX_BYPASSES or misfits == MAX_MISFITS_PER_STEP:
                     break
@@ -210,7 +220,16 @@ class Scheduler:
             plan.new_requests.append(self._start(request, now_ns))
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             plan.rows.append(_plan_row(request, num_tokens, list(request.block_ids)))
+            keys_in_step.update(self.tables.keys_in_step(request, num_tokens))
             budget -= num_tokens
+
+    def _keys_in_step(self, plan: StepPlan) -> set[BlockKey]:
+        """Keys of the blocks that the rows planned so far fill."""
+        keys: set[BlockKey] = set()
+        if self._waiting:
+            for row in plan.rows:
+                keys.update(self.tables.keys_in_step(self._running[row.request_id], row.num_tokens))
+        return keys
 
     def _start(self, request: Request, now_ns: int) -> NewRequest:
         request.status = RequestStatus.RUNNING

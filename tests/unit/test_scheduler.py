@@ -297,6 +297,37 @@ def test_blocks_of_a_running_request_are_shared() -> None:
     run_to_end(scheduler, executor)
 
 
+def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
+    scheduler, executor = make_scheduler(), FakeExecutor(4)
+    for request_id in (1, 2, 3):
+        add(scheduler, request_id, prompt=range(2, 16), max_tokens=3, seed=request_id)
+    add(scheduler, 4, prompt=[50] * 6, max_tokens=3)
+    run_step(scheduler, executor)
+    run_step(scheduler, executor)
+    assert shape(executor.plans[0]) == [(1, 0, 14, True), (4, 0, 6, True)]
+    assert shape(executor.plans[1])[2:] == [(2, 12, 2, True), (3, 12, 2, True)]
+    assert len(run_to_end(scheduler, executor).finished) == 4
+
+
+def test_a_request_does_not_wait_a_step_for_a_small_part_of_its_prompt() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, 1, prompt=range(2, 7))
+    add(scheduler, 2, prompt=[*range(2, 6), *range(40, 60)])
+    assert [row.request_id for row in scheduler.schedule(1).rows] == [1, 2]
+
+
+def test_race_abort_of_the_request_whose_blocks_another_waits_for() -> None:
+    scheduler, executor = make_scheduler(), FakeExecutor(4)
+    for request_id in (1, 2):
+        add(scheduler, request_id, prompt=range(2, 16), max_tokens=3)
+    plan = scheduler.schedule(1)
+    scheduler.abort([1], GONE, 2)
+    scheduler.update(plan, executor.execute(plan), 3)
+    total = run_to_end(scheduler, executor)
+    assert [end.request_id for end in total.finished] == [2]
+    assert shape(executor.plans[1]) == [(2, 0, 14, True)]
+
+
 def test_hits_that_lie_in_the_free_list_are_not_counted_as_free_twice() -> None:
     scheduler, executor = make_scheduler(num_blocks=6), FakeExecutor(4)
     add(scheduler, 1, prompt=range(2, 14), max_tokens=1)
