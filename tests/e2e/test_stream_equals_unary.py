@@ -111,7 +111,7 @@ def _check(server: Server, bodies: list[dict[str, Any]], tokenizer: Tokenizer, c
 
 
 def test_hard_texts(sim_server: Server, tokenizer: Tokenizer) -> None:
-    """The sim model says the prompt again, for a random number of tokens: texts end anywhere, also inside characters."""
+    """The sim model says the prompt again, for a random number of tokens: it ends anywhere, even in a character."""
     draw = random.Random(21)
     bodies = [{"prompt": p, "max_tokens": draw.randrange(1, 90), "ignore_eos": True} for p in _prompts()]
     naive_wrong = _check(sim_server, bodies, tokenizer, concurrency=16)
