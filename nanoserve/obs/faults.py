@@ -1,8 +1,8 @@
 """Faults on purpose, for tests: `--fault PROCESS:ACTION[=VALUE]@TURN[!]`.
 
-PROCESS is a role (`engine`) or a process (`api-1`). TURN counts turns of its loop, messages on an edge, or steps.
-A fault happens in the first life of a process only; with `!` in every life. Owner: the child that the fault is for;
-without `--fault` no process does anything of this.
+PROCESS is a role (`engine`) or a process (`api-1`). TURN counts turns of its loop (0: at the start), messages on an
+edge, or steps. A fault happens in the first life of a process only; with `!` in every life. Owner: the child that the
+fault is for; without `--fault` no process does anything of this.
 
     engine:kill@40          SIGKILL at turn 40                detok:stick@5      its loop hangs (the lock is free)
     engine:hold=3@40        3 s in native code with the lock  engine:raise@40    an exception nobody expects
@@ -67,10 +67,14 @@ class FaultyWatchdog:
         self._inner = inner
         self._faults = [fault for fault in faults if fault.action in TURN_ACTIONS]
         self._turn = 0
+        self._happen_now()
 
     def feed(self) -> None:
         self._inner.feed()
         self._turn += 1
+        self._happen_now()
+
+    def _happen_now(self) -> None:
         for fault in self._faults:
             if fault.turn == self._turn:
                 _happen(fault)
@@ -95,7 +99,7 @@ def _happen(fault: Fault) -> None:
         native = ctypes.PyDLL(None)  # keeps the interpreter lock during the call
         while time.monotonic() < ends:
             if fault.action == "hold":
-                native.usleep(100_000)
+                native.usleep(int(min(ends - time.monotonic(), 3600.0) * 1e6))
             else:
                 time.sleep(0.1)
 

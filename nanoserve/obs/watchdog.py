@@ -2,7 +2,8 @@
 
 Owner: each child has one, fed by its loop and checked by its pulse thread (`nanoserve.child`). Two mechanisms, because
 one cannot see everything: the pulse thread compares counters and knows what the loop was doing, and a C timer of
-`faulthandler`, re-armed by that thread, fires when native code holds the interpreter lock and no Python thread runs.
+`faulthandler`, which that thread puts off again and again, fires when native code holds the interpreter lock so long
+that no Python thread runs.
 For a process that is stopped or locked up for good, the supervisor sees its heartbeats stop.
 """
 
@@ -73,7 +74,6 @@ class LoopWatchdog:
         self._seen = -1
         self._since = 0.0
         self._dumped = False
-        self._armed = False
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._write(
             f"watching {name}: soft limit {soft_s:g} s, hard limit {hard_s:g} s; SIGUSR1 writes all stacks here"
@@ -102,25 +102,15 @@ class LoopWatchdog:
         allowance = doing[1] if doing else 0.0
         soft, hard = self._limits
         if soft:
-            remaining = max(soft, allowance) - elapsed
-            if remaining <= 0 and not self._dumped:
+            if elapsed >= max(soft, allowance) and not self._dumped:
                 self._dump(elapsed, doing)
-            self._re_arm(remaining)
+            # Also while idle: the next turn may be the one that takes the lock and keeps it.
+            faulthandler.dump_traceback_later(max(soft, allowance) + _TIMER_MARGIN_S, repeat=False, file=self._file)
         if hard and elapsed >= allowance + hard:
             self._write(f"{self._name}: no progress for {elapsed:.1f} s, this process ends")
             _log.error("no progress for %.1f s: this process ends (stacks are in its watchdog log)", elapsed)
             self._end(EXIT_WATCHDOG)
         return max(elapsed - allowance, 0.0)
-
-    def _re_arm(self, remaining: float) -> None:
-        """The C timer only runs while the loop is at work: an idle process has no thread to wake up."""
-        if self.idle_depth or self._dumped:
-            if self._armed:
-                faulthandler.cancel_dump_traceback_later()
-                self._armed = False
-            return
-        faulthandler.dump_traceback_later(max(remaining, 0.0) + _TIMER_MARGIN_S, repeat=False, file=self._file)
-        self._armed = True
 
     def _dump(self, elapsed: float, doing: tuple[str, float] | None) -> None:
         self._dumped = True

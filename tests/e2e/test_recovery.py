@@ -1,0 +1,141 @@
+"""Processes die in the middle of streams: every stream goes on, and its text is the undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import StartServer
+from tests.e2e.harness import Server, is_alive, wait_until
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [f"Story {number}: the \U0001f43b and the 熊 met in Zürich, ကြိုဆို" for number in range(24)]
+
+
+class Stream:
+    """One streamed completion in a thread: what it said, and how many events have come so far."""
+
+    def __init__(self, server: Server, prompt: str, max_tokens: int, progress: threading.Semaphore) -> None:
+        self.text = ""
+        self.errors: list[Any] = []
+        self.finish_reason: str | None = None
+        self.done = False
+        body = {"model": "sim", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        for data in server.stream("/v1/completions", body):
+            progress.release()
+            if data == "[DONE]":
+                self.done = True
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                self.errors.append(event["error"])
+                continue
+            for choice in event["choices"]:
+                self.text += choice["text"]
+                self.finish_reason = choice["finish_reason"] or self.finish_reason
+
+
+def run_streams(server: Server, disturb: Any = None, max_tokens: int = 60) -> list[Stream]:
+    """All prompts at once; `disturb(progress)` runs meanwhile and may wait for events."""
+    progress = threading.Semaphore(0)
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        futures = [pool.submit(Stream, server, prompt, max_tokens, progress) for prompt in PROMPTS]
+        if disturb is not None:
+            disturb(progress)
+        return [future.result(60) for future in futures]
+
+
+def after_events(progress: threading.Semaphore, count: int) -> None:
+    for _ in range(count):
+        assert progress.acquire(timeout=30)
+
+
+def newest_pid(server: Server, name: str) -> int:
+    lines = [line for line in server.log("supervisor").splitlines() if f"started {name}, pid " in line]
+    return int(lines[-1].split("pid ")[1].split(",")[0])
+
+
+def is_ready(server: Server) -> bool:
+    return bool(server.get("/ready", 10)[0] == 200)
+
+
+@pytest.mark.parametrize("victims", [["detok-0"], ["engine-0"], ["detok-0", "engine-0"]], ids="+".join)
+def test_no_stream_and_no_byte_is_lost(victims: list[str], start_server: StartServer) -> None:
+    server = start_server("sim", "--sim-step-ms", "10", "--max-restarts", "100")
+    undisturbed = run_streams(server)
+    assert all(stream.done and not stream.errors for stream in undisturbed)
+
+    for round_number in range(3):
+
+        def disturb(progress: threading.Semaphore, wait: int = 40 + 200 * round_number) -> None:
+            after_events(progress, wait)
+            for name in victims:
+                os.kill(newest_pid(server, name), signal.SIGKILL)
+
+        streams = run_streams(server, disturb)
+        assert [stream.errors for stream in streams] == [[]] * len(PROMPTS)
+        assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
+        assert all(stream.done and stream.finish_reason == "length" for stream in streams)
+        wait_until(lambda: is_ready(server), 20, "ready again")
+    for name in victims:
+        assert f"started {name}, pid {newest_pid(server, name)}, incarnation 4" in server.log("supervisor")
+
+
+def test_too_many_deaths_end_everything_with_an_error_event_and_code_70(start_server: StartServer) -> None:
+    server = start_server("sim", "--sim-step-ms", "20", "--max-restarts", "1")
+    os.kill(newest_pid(server, "engine-0"), signal.SIGKILL)
+    server.wait_for_output("engine-0", 10)
+    wait_until(lambda: "is back, life 2" in server.output and is_ready(server), 20, "the one restart")
+
+    def disturb(progress: threading.Semaphore) -> None:
+        after_events(progress, 30)
+        os.kill(newest_pid(server, "engine-0"), signal.SIGKILL)
+
+    streams = run_streams(server, disturb, max_tokens=2000)
+    assert all(stream.done and len(stream.errors) == 1 for stream in streams)
+    assert server.wait_exit() == 70
+    assert "nanoserve ends: engine-0" in server.output and "SIGKILL" in server.output
+    assert not any(is_alive(pid) for pid in server.pids.values())
+
+
+def test_a_process_that_dies_while_it_starts_ends_the_server_with_its_last_words(start_server: StartServer) -> None:
+    server = start_server("sim", "--fault", "detok:raise@0", wait=False)
+    assert server.wait_exit(60) == 70
+    assert "RuntimeError: a fault on purpose" in server.output
+    assert "restarting" not in server.output
+
+
+def test_a_process_that_cannot_live_ends_the_server(start_server: StartServer) -> None:
+    server = start_server("sim", "--fault", "detok:raise@1!", "--max-restarts", "2", wait=False)
+    assert server.wait_exit(60) == 70
+    assert server.output.count("is back") == 2
+
+
+def test_an_api_process_takes_only_its_own_connections_with_it(start_server: StartServer) -> None:
+    server = start_server("sim", "--sim-step-ms", "10", "--api-workers", "2")
+
+    def disturb(progress: threading.Semaphore) -> None:
+        after_events(progress, 100)
+        os.kill(server.pids["api-1"], signal.SIGKILL)
+
+    progress = threading.Semaphore(0)
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        futures = [pool.submit(Stream, server, prompt, 200, progress) for prompt in PROMPTS]
+        disturb(progress)
+        failures = [future.exception(60) for future in futures]
+    survivors = [future.result() for future, failure in zip(futures, failures, strict=True) if failure is None]
+    whole = [stream for stream in survivors if stream.done]
+    assert whole and all(not stream.errors and stream.finish_reason == "length" for stream in whole)
+    wait_until(lambda: "api-1" in server.output and "is back, life 2" in server.output, 20, "api-1 is back")
+    wait_until(lambda: "nanoserve_num_requests_running 0" in metrics(server), 20, "its requests left the engine")
+
+
+def metrics(server: Server) -> str:
+    return "\n".join(line.replace(".0", "") for line in server.get("/metrics")[1].splitlines() if line[0] != "#")
