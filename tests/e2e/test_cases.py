@@ -1,0 +1,218 @@
+"""Small inputs with their right answers, on SmolLM2-135M: each unary and streamed, both alike.
+
+`force` lets the model emit one token only. Ids: " yes" 9805, " two" 827, " day" 1194, " ;" 8544, "ab" 369, four spaces
+289, two tabs 1656, bytes F0 9F = 10813, 94 = 238, A5 = 115, E2 = 173, "<file_sep>" 5; 🔥 = [10813, 238, 115].
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import Server, wait_until
+from tests.e2e.openai_stream import CHAT, COMPLETIONS, Answer, ask, ask_streamed, ask_unary
+
+pytestmark = pytest.mark.slow
+
+YES, TWO, DAY, SEMICOLON, AB, SPACES, TABS = 9805, 827, 1194, 8544, 369, 289, 1656
+FIRE = (10813, 238, 115)
+E2, FILE_SEP = 173, 5
+
+
+def force(*ids: int) -> dict[str, Any]:
+    return {"logit_bias": {str(token_id): 100 for token_id in ids}}
+
+
+@pytest.fixture(autouse=True)
+def server(smollm2_server: Server) -> Any:
+    """After every case the server is healthy and serves."""
+    yield smollm2_server
+    assert smollm2_server.get("/health")[0] == 200
+    assert smollm2_server.post(COMPLETIONS, {"prompt": "Go", "max_tokens": 1})[0] == 200
+
+
+def go(server: Server, max_tokens: int, *ids: int, prompt: Any = "Go", **fields: Any) -> Answer:
+    return ask(server, {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **force(*ids), **fields})
+
+
+@pytest.mark.parametrize(
+    ("token_id", "max_tokens", "text"),
+    [
+        (YES, 4, " yes yes yes yes"),
+        (SEMICOLON, 6, " ; ; ; ; ; ;"),
+        (SPACES, 5, " " * 20),
+        (TABS, 3, "\t" * 6),
+        (FILE_SEP, 30, ""),
+    ],
+)
+def test_1_to_4_and_11_spaces_and_specials(server: Server, token_id: int, max_tokens: int, text: str) -> None:
+    answer = go(server, max_tokens, token_id)
+    assert (answer.text, answer.reason, answer.usage["completion_tokens"]) == (text, "length", max_tokens)
+
+
+def test_5_and_6_fire(server: Server) -> None:
+    texts = [go(server, n, *FIRE, prompt="🔥" * 12) for n in (18, 19, 20)]
+    assert [answer.usage["completion_tokens"] for answer in texts] == [18, 19, 20]
+    whole = texts[0].text
+    assert "🔥" in whole
+    for answer in texts[1:]:
+        assert answer.text.rstrip("�").startswith(whole.rstrip("�")) and answer.text.count("�") <= 1
+
+
+def test_7_held_bytes_are_flushed_and_come_early(server: Server) -> None:
+    answer = go(server, 25, FIRE[1])
+    assert answer.text == "�" * 25 and answer.num_content_events > 3
+
+
+def test_8_garbage_costs_the_same_per_token(server: Server) -> None:
+    def seconds(n: int) -> float:
+        began = time.monotonic()
+        assert go(server, n, E2).text == "�" * n
+        return time.monotonic() - began
+
+    seconds(10)
+    assert seconds(300) < 4 * seconds(75) * 3  # 3: other work on the machine
+
+
+def test_9_and_10_the_prompt_is_no_part_of_the_output(server: Server) -> None:
+    text = go(server, 3, FIRE[1], prompt=[14229, DAY, FIRE[0]]).text
+    assert "Good" not in text and "day" not in text and len(text) <= 4
+    text = go(server, 1, FIRE[2], prompt=[14229, DAY, FIRE[0], FIRE[1]]).text
+    assert text in ("🔥", "�")
+
+
+@pytest.mark.parametrize(("prompt", "n"), [("தமிழ் " * 10, 30), ("🏳️‍🌈" * 10, 27), ("שלום, " * 10, 24)])
+def test_12_to_14_scripts(server: Server, prompt: str, n: int) -> None:
+    ids = server.post("/tokenize", {"prompt": prompt})[1]["tokens"]
+    text = go(server, n, *set(ids), prompt=prompt).text
+    assert "�" not in text.rstrip("�")
+
+
+@pytest.mark.parametrize(
+    ("token_id", "n", "stop", "text", "reason"),
+    [
+        (YES, 12, ["es ye"], " y", "stop"),
+        (YES, 12, ["s"], " ye", "stop"),
+        (YES, 12, [" yes yes yes yes no"], " yes" * 12, "length"),
+        (TWO, 40, ["Q" * 120], " two" * 40, "length"),
+        (AB, 9, ["bab", "ba"], "a", "stop"),
+        (AB, 9, ["abab", "b"], "a", "stop"),
+    ],
+)
+def test_15_to_20_stop_strings(server: Server, token_id: int, n: int, stop: list[str], text: str, reason: str) -> None:
+    answer = go(server, n, token_id, stop=stop)
+    assert (answer.text, answer.reason) == (text, reason)
+    if reason == "stop":
+        assert answer.stop_reasons[0] in stop
+
+
+def test_18_a_long_stop_string_delays_nothing(server: Server) -> None:
+    body = {"prompt": "Go", "max_tokens": 40, "temperature": 0, "stop": ["Q" * 120], **force(TWO)}
+    assert ask_streamed(server, body).num_content_events > 20
+
+
+def test_21_the_prompt_is_not_searched(server: Server) -> None:
+    answer = go(server, 1, YES, prompt="so yes ye", echo=True, stop=["yes y"])
+    assert (answer.text, answer.reason) == ("so yes ye yes", "length")
+
+
+def test_22_an_unfinished_character_is_no_match(server: Server) -> None:
+    plain = go(server, 18, *FIRE, prompt="🔥" * 12)
+    if "�" not in plain.text:
+        stopped = go(server, 18, *FIRE, prompt="🔥" * 12, stop=["�"])
+        assert (stopped.text, stopped.reason) == (plain.text, "length")
+
+
+def test_24_and_25_choices(server: Server) -> None:
+    answer = ask(server, {"prompt": "Go", "n": 2, "temperature": 1, "max_tokens": 3, **force(DAY)})
+    assert answer.texts == [" day day day"] * 2 and answer.usage["completion_tokens"] == 6
+    body = {"prompt": ["a b", "c d e"], "n": 2, "temperature": 1, "echo": True, "max_tokens": 1, **force(DAY)}
+    assert ask(server, body).texts == ["a b day", "a b day", "c d e day", "c d e day"]
+
+
+def test_26_four_shapes_mean_the_same(server: Server) -> None:
+    shapes: list[Any] = ["Good day", ["Good day"], [14229, 1194], [[14229, 1194]]]
+    answers = [ask(server, {"prompt": prompt, "max_tokens": 4, "temperature": 0}) for prompt in shapes]
+    assert len({answer.text for answer in answers}) == 1
+    assert all(answer.usage["prompt_tokens"] == 2 for answer in answers)
+
+
+def test_32_nearly_zero_temperature_is_greedy(server: Server) -> None:
+    texts = {
+        ask_unary(server, {"prompt": "Two plus two is", "max_tokens": 8, "temperature": t}).text
+        for t in (1e-8, 1e-6, 0)
+    }
+    assert len(texts) == 1
+
+
+def test_33_and_34_context(server: Server) -> None:
+    limit = server.get("/v1/models")[1]["data"][0]["max_model_len"]
+    for stream in (False, True):
+        status, body = server.post(COMPLETIONS, {"prompt": [10] * limit, "max_tokens": 1, "stream": stream})
+        assert status == 400 and str(limit) in body["error"]["message"]
+    answer = ask_unary(server, {"prompt": [10] * (limit - 1), "max_tokens": 1})
+    assert answer.usage["completion_tokens"] == 1
+
+
+def test_36_and_37_chat(server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "temperature": 0, **force(TWO)}
+    answer = ask(server, body, CHAT)
+    assert (answer.text, answer.reason) == (" two", "length")
+    body = {
+        "messages": [{"role": "user", "content": "🔥" * 20}],
+        "max_tokens": 9,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 1,
+        **force(*FIRE),
+    }
+    answer = ask(server, body, CHAT)
+    entries = answer.logprobs[0]["content"]
+    assert len(entries) == 9
+    raw = b"".join(bytes(entry["bytes"]) for entry in entries)
+    assert raw.decode(errors="replace").rstrip("�") == answer.text.rstrip("�")
+
+
+def test_38_echo_and_logprobs(server: Server) -> None:
+    answer = go(server, 2, DAY, prompt="Good day", echo=True, logprobs=1)
+    shown = answer.logprobs[0]
+    assert answer.text == "Good day day day" == "".join(shown["tokens"])
+    assert shown["text_offset"] == [0, 4, 8, 12] and shown["token_logprobs"][0] is None
+
+
+def test_echo_alone_scores_the_prompt(server: Server) -> None:
+    answer = ask(server, {"prompt": "Good day to you", "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0})
+    assert answer.text == "Good day to you" and answer.usage["completion_tokens"] == 0
+    assert len(answer.logprobs[0]["tokens"]) == 4
+
+
+def test_39_hang_up_frees_the_engine(server: Server) -> None:
+    stream = server.stream(COMPLETIONS, {"prompt": "Go", "max_tokens": 300, **force(YES)})
+    for _ in range(3):
+        next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    wait_until(lambda: "nanoserve_num_requests_running 0.0" in server.get("/metrics")[1], 2.0)
+
+
+def test_41_neighbours(server: Server) -> None:
+    results: dict[int, Any] = {}
+    tokens = [(YES, " yes"), (TWO, " two"), (DAY, " day"), (SEMICOLON, " ;")] * 3
+
+    def work(number: int, token_id: int) -> None:
+        body = {"prompt": "Go", "max_tokens": 20, "temperature": 0, **force(token_id)}
+        results[number] = (ask_streamed if number % 2 else ask_unary)(server, body).text
+
+    def spoil(number: int) -> None:
+        results[number] = server.post(COMPLETIONS, {"prompt": [10**6], "max_tokens": 5})[0]
+
+    threads = [threading.Thread(target=work, args=(i, token_id)) for i, (token_id, _) in enumerate(tokens)]
+    threads += [threading.Thread(target=spoil, args=(100 + i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[i] for i in range(12)] == [text * 20 for _, text in tokens]
+    assert [results[100 + i] for i in range(3)] == [400] * 3
