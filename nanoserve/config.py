@@ -42,6 +42,13 @@ class ModelConfig:
         "compute type; auto is bfloat16 where the device computes it natively, else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str = option(
+        "auto",
+        "weights of the C++ engine. auto: bfloat16, and beside it the 4- and 8-bit blocks of the GGUF file that the "
+        "model came from, for steps of few rows; gguf: those blocks alone, least memory; none: bfloat16 alone. These "
+        "three give the same logits. int8: groups of 32 weights, rounded",
+        choices=("auto", "none", "gguf", "int8"),
+    )
     max_model_len: int = option(
         0, "longest prompt plus answer in tokens; 0: the model's own, or less if memory asks for it",
         size=True, aliases=("context-length",),
@@ -128,6 +135,17 @@ class ApiConfig:
     port: int = option(8000, "port to listen on; 0 picks a free one")
     api_workers: int = option(1, "api processes on the one port")
     max_body_bytes: int = option(32 << 20, "largest request body", size=True)
+    max_header_bytes: int = option(16 << 10, "largest header line, and largest path", size=True)
+    max_headers: int = option(100, "most header lines of a request")
+    header_timeout: float = option(20.0, "seconds a new connection has for its first headers")
+    body_timeout: float = option(60.0, "seconds a request body may take to arrive")
+    max_connections: int = option(8192, "most open connections of one api process; more are closed with 503")
+    api_key: tuple[str, ...] = option((), "keys that clients must send; none: open to all")
+    api_key_file: str = option("", "file with one such key per line")
+    admin_api_key: tuple[str, ...] = option((), "keys for paths that change the server; default: the api keys")
+    cors_allow_origins: tuple[str, ...] = option((), "origins whose browsers may call; `*`: all; default: none")
+    ssl_certfile: str = option("", "certificate chain (PEM); serve HTTPS")
+    ssl_keyfile: str = option("", "private key of the certificate (PEM)")
     http_keep_alive: float = option(75.0, "seconds an idle connection is kept")
     sse_keep_alive: float = option(15.0, "seconds of silence before a stream sends a comment; 0: never")
     max_stop_strings: int = option(16, "most stop strings in one request")

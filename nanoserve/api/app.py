@@ -15,6 +15,7 @@ from nanoserve.api import ops
 from nanoserve.api.chat import create_chat_completion
 from nanoserve.api.completions import create_completion
 from nanoserve.api.context import CONTEXT, ApiContext
+from nanoserve.api.edge import Connection
 from nanoserve.api.errors import Unavailable, envelope_bytes, http_error
 from nanoserve.api.http import REQUEST_ID_HEADER, request_label
 from nanoserve.errors import RequestError
@@ -34,6 +35,8 @@ def error_response(error: RequestError) -> web.Response:
     headers = {}
     if isinstance(error, Unavailable):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return web.Response(
         body=envelope_bytes(error), status=error.status, content_type="application/json", headers=headers
     )
@@ -45,7 +48,12 @@ async def outcome_middleware(request: web.Request, handler: Handler) -> web.Stre
     label = request_label(request)
     request[LABEL] = label
     context = request.app[CONTEXT]
+    if isinstance(request.protocol, Connection):
+        request.protocol.headers_seen()
     try:
+        if request.method == "OPTIONS":
+            return _options(request, context)
+        context.access.check(request.path, request.headers)
         response = await handler(request)
     except RequestError as error:
         response = error_response(error)
@@ -65,17 +73,28 @@ async def outcome_middleware(request: web.Request, handler: Handler) -> web.Stre
     return response
 
 
-async def _set_request_id(request: web.Request, response: web.StreamResponse) -> None:
+def _options(request: web.Request, context: ApiContext) -> web.Response:
+    """A browser's question beforehand, or anybody's what a path can do."""
+    error = request.match_info.http_exception
+    if error is not None and not isinstance(error, web.HTTPMethodNotAllowed):
+        raise error
+    methods = set(error.allowed_methods) if error is not None else {"POST"}
+    headers = context.access.cors_headers(request.headers.get("Origin"), preflight=True)
+    return web.Response(status=204, headers={"Allow": ", ".join(sorted(methods | {"OPTIONS"})), **headers})
+
+
+async def _last_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Runs before the headers of any response go out, streams included."""
     label = request.get(LABEL)
     if label is not None:
         response.headers[REQUEST_ID_HEADER] = label
+    response.headers.update(request.app[CONTEXT].access.cors_headers(request.headers.get("Origin")))
 
 
 def build_app(context: ApiContext) -> web.Application:
     app = web.Application(middlewares=[outcome_middleware], client_max_size=context.config.api.max_body_bytes)
     app[CONTEXT] = context
-    app.on_response_prepare.append(_set_request_id)
+    app.on_response_prepare.append(_last_headers)
     add_get, add_post = app.router.add_get, app.router.add_post
     add_post("/v1/completions", create_completion)
     add_post("/v1/chat/completions", create_chat_completion)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from nanoserve.api.access import Access
 from nanoserve.api.admission import Admission
 from nanoserve.api.engine_client import EngineClient
 from nanoserve.api.lifecycle import Lifecycle
@@ -29,6 +30,7 @@ class ApiContext:
     admission: Admission
     metrics: Metrics
     pacer: Pacer
+    access: Access
     seeds: random.Random
     clock_s: Callable[[], float] = field(default=time.monotonic)
     checker: Checker | None = None  # set when the model is loaded

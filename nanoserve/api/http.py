@@ -5,6 +5,7 @@ Owner process: api. Called by every handler.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from nanoserve.api.context import CONTEXT
 from nanoserve.api.errors import http_error
 from nanoserve.api.schemas import header_safe
 from nanoserve.errors import RequestError
@@ -39,7 +41,10 @@ async def read_body(request: web.Request) -> bytes:
     if (request.content_length or 0) > request.client_max_size:
         raise http_error(413, "The request body is too large.")  # before a byte of it is read
     try:
-        return await request.read()
+        async with asyncio.timeout(request.app[CONTEXT].config.api.body_timeout or None):
+            return await request.read()
+    except TimeoutError:
+        raise http_error(408, "The request body did not come in time.") from None
     except web.HTTPRequestEntityTooLarge:
         raise
     except (web.RequestPayloadError, ValueError, EOFError) as error:

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import uvloop
 import zmq.asyncio
-from aiohttp import web
 
+from nanoserve.api.access import Access
 from nanoserve.api.admission import Admission
 from nanoserve.api.app import build_app
 from nanoserve.api.context import ApiContext
+from nanoserve.api.edge import Edge
 from nanoserve.api.engine_client import EngineClient, NewRequest
 from nanoserve.api.lifecycle import Lifecycle
 from nanoserve.api.metrics import Metrics
@@ -87,6 +88,7 @@ class ApiProcess:
             ),
             metrics=metrics,
             pacer=Pacer(),
+            access=Access(config.api),
             seeds=random.Random(config.model.seed) if config.model.seed else random.SystemRandom(),
         )
         metrics.watch_client(client.counters)
@@ -101,15 +103,8 @@ class ApiProcess:
         True when every live stream has finished by itself.
         """
         loop = asyncio.get_running_loop()
-        runner = web.AppRunner(
-            build_app(self.context),
-            access_log=None,
-            handler_cancellation=True,  # a client that hangs up cancels its handler, whatever it waits for
-            keepalive_timeout=self._config.api.http_keep_alive,
-            shutdown_timeout=_CLOSE_S,
-        )
-        await runner.setup()
-        await web.SockSite(runner, listen_socket, backlog=1024).start()
+        edge = Edge(build_app(self.context), self._config.api)
+        await edge.open(listen_socket)
         self._link.ready()
         loop.add_reader(self._link.stop_fd, self._request_stop)
         tasks = [loop.create_task(work) for work in (self._receive(), self._tick(), self._load())]
@@ -120,7 +115,7 @@ class ApiProcess:
             all_finished = await self._drain()
         finally:
             loop.remove_reader(self._link.stop_fd)
-            await runner.cleanup()
+            await edge.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

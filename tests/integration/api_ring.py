@@ -227,7 +227,7 @@ class Api:
 
     async def events(self, path: str, body: Any) -> list[Any]:
         """All events of a stream, checked by the strict parser."""
-        async with self.http.post(self.url + path, json=body) as response:
+        async with self.http.post(self.url + path, json={**body, "stream": True}) as response:
             assert response.status == 200, await response.text()
             return parse_events(await response.read())
 

@@ -1,0 +1,142 @@
+"""The edge of the server: connections, header limits and times, and errors that come before any handler.
+
+Owner process: api. `process` opens it on the socket it was given and closes it at the end. aiohttp's own answers to
+broken HTTP become our envelope; a connection that sends no headers in time is told so and closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+
+from nanoserve.api.errors import envelope_bytes, http_error
+from nanoserve.config import ApiConfig
+from nanoserve.errors import RequestError, StartupError
+
+log = logging.getLogger(__name__)
+
+_LINGER_S = 2.0  # for a refused client to stop sending its body
+_CLOSE_S = 2.0  # for handlers to write their last words
+
+
+class Connection(web.RequestHandler):
+    """One client connection. `headers_seen` is called by the middleware of every request."""
+
+    __slots__ = ("_header_timer", "_limits")
+
+    def __init__(self, manager: web.Server, *, loop: asyncio.AbstractEventLoop, limits: ApiConfig) -> None:
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._limits = limits
+        super().__init__(
+            manager,
+            loop=loop,
+            keepalive_timeout=limits.http_keep_alive,
+            access_log=None,  # type: ignore[arg-type]  # aiohttp's annotation forgets that None is off
+            logger=log,
+            max_line_size=limits.max_header_bytes,
+            max_field_size=limits.max_header_bytes,
+            max_headers=limits.max_headers,
+            lingering_time=_LINGER_S,
+        )
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self._manager is not None and len(self._manager.connections) > self._limits.max_connections:
+            self._refuse(http_error(503, "Too many connections."))
+        elif self._limits.header_timeout:
+            self._header_timer = self._loop.call_later(self._limits.header_timeout, self._on_header_timeout)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.headers_seen()
+        super().connection_lost(exc)
+
+    def headers_seen(self) -> None:
+        """The first request is here: from now on the keep-alive time bounds the waiting."""
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What the HTTP parser refuses, and errors that escape even the middleware."""
+        self.headers_seen()
+        if isinstance(exc, LineTooLong) or (message and "header" in message.lower() and "many" in message.lower()):
+            error = http_error(431, "The request's headers or its path are too large.")
+        elif status < 500:
+            error = http_error(400, "This is not a valid HTTP request.")
+        else:
+            log.error("a request failed inside the server", exc_info=exc)
+            error = http_error(500, "Internal server error.")
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun, so the connection is closed instead")
+        response = web.Response(body=envelope_bytes(error), status=error.status, content_type="application/json")
+        response.force_close()
+        return response
+
+    def _on_header_timeout(self) -> None:
+        self._header_timer = None
+        self._refuse(http_error(408, "No request came in time."))
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answers without a request, and closes."""
+        body = envelope_bytes(error)
+        head = (
+            f"HTTP/1.1 {error.status} Refused\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        if self.transport is not None:
+            self.transport.write(head.encode() + body)
+            self.transport.close()
+
+
+class Edge:
+    """The listening side of one api process."""
+
+    def __init__(self, app: web.Application, config: ApiConfig) -> None:
+        # a client that hangs up cancels its handler, whatever that waits for
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_CLOSE_S)
+        self._config = config
+        self._server: asyncio.AbstractServer | None = None
+
+    async def open(self, listen_socket: socket.socket) -> None:
+        """Accepts from now on."""
+        await self._runner.setup()
+        manager = self._runner.server
+        assert manager is not None  # `setup` made it
+        loop = asyncio.get_running_loop()
+
+        def connection() -> Connection:
+            return Connection(manager, loop=loop, limits=self._config)
+
+        self._server = await loop.create_server(
+            connection, sock=listen_socket, backlog=1024, ssl=tls_context(self._config)
+        )
+
+    async def close(self) -> None:
+        """Stops accepting, gives handlers a moment, closes every connection."""
+        if self._server is not None:
+            self._server.close()
+        await self._runner.cleanup()
+
+
+def tls_context(config: ApiConfig) -> ssl.SSLContext | None:
+    """None without a certificate; StartupError when it cannot be used."""
+    if not config.ssl_certfile:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile or None)
+    except (OSError, ssl.SSLError) as error:
+        raise StartupError(f"cannot use the certificate {config.ssl_certfile}: {error}") from error
+    return context

@@ -1,0 +1,147 @@
+"""The edge: keys, CORS, header limits and times, broken HTTP, old HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from nanoserve.config import ApiConfig, ServerConfig
+from tests.integration.api_ring import Api, loaded_api, running_api
+
+COMPLETIONS = "/v1/completions"
+
+
+async def raw(api: Api, data: bytes, *, wait: bool = False) -> bytes:
+    """Sends bytes on a connection of their own, and reads until the server closes it."""
+    port = urlsplit(api.url).port
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(data)
+        await writer.drain()
+        return await asyncio.wait_for(reader.read(), 10)
+    finally:
+        writer.close()
+
+
+def config(**fields: Any) -> ServerConfig:
+    return ServerConfig(api=ApiConfig(**fields))
+
+
+async def test_keys_guard_all_but_probes(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nfrom-file\n\n")
+    async with loaded_api(tmp_path / "m", config(api_key=("one", "two"), api_key_file=str(keys))) as api:
+        for path in ("/v1/models", "/server_info", "/nothing"):
+            async with api.http.get(api.url + path) as response:
+                assert response.status == 401 and response.headers["WWW-Authenticate"] == "Bearer"
+                assert (await response.json())["error"]["error_code"] == "invalid_api_key"
+        for path in ("/health", "/ready", "/metrics", "/ping"):
+            assert (await api.get(path))[0] == 200
+        body = {"prompt": "x", "max_tokens": 1}
+        for headers in ({"Authorization": "Bearer two"}, {"X_Api_Key": "one"}, {"Authorization": "bearer from-file"}):
+            assert (await api.post(COMPLETIONS, body, **headers))[0] == 200
+        for headers in ({"Authorization": "Bearer on"}, {"Authorization": "Basic one"}, {"X_Api_Key": ""}):
+            assert (await api.post(COMPLETIONS, body, **headers))[0] == 401
+
+
+async def test_admin_paths_have_their_own_key(tmp_path: Path) -> None:
+    async with loaded_api(tmp_path, config(api_key=("user",), admin_api_key=("root",))) as api:
+        assert (await api.post("/flush_cache", {}, Authorization="Bearer user"))[0] == 401
+        assert (await api.post("/flush_cache", {}, Authorization="Bearer root"))[0] != 401
+        assert (await api.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}, Authorization="Bearer root"))[0] == 200
+
+
+async def test_cors_is_off_by_default_and_answers_the_named_origins(tmp_path: Path) -> None:
+    asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    async with running_api() as api, api.http.options(api.url + COMPLETIONS, headers=asked) as response:
+        assert response.status == 204 and "Access-Control-Allow-Origin" not in response.headers
+        assert "POST" in response.headers["Allow"]
+    async with running_api(config(cors_allow_origins=("https://a.example",))) as api:
+        async with api.http.options(api.url + COMPLETIONS, headers=asked) as response:
+            assert response.headers["Access-Control-Allow-Origin"] == "https://a.example"
+            assert "Authorization" in response.headers["Access-Control-Allow-Headers"]
+        async with api.http.get(api.url + "/health", headers={"Origin": "https://a.example"}) as response:
+            assert response.headers["Access-Control-Allow-Origin"] == "https://a.example"
+        async with api.http.get(api.url + "/health", headers={"Origin": "https://b.example"}) as response:
+            assert "Access-Control-Allow-Origin" not in response.headers
+
+
+async def test_head_and_options_do_not_fail() -> None:
+    async with running_api() as api:
+        async with api.http.head(api.url + "/health") as response:
+            assert response.status == 200
+        async with api.http.options(api.url + "/nothing") as response:
+            assert response.status == 404
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nLong: " + b"a" * 40_000 + b"\r\n\r\n", 431),
+        (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 500 + b"\r\n", 431),
+        (b"NONSENSE\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nContent-Length: -5\r\n\r\n", 400),
+        (b"\x16\x03\x01\x00\xa5\x01\x00", 400),
+    ],
+)
+async def test_broken_http_gets_the_envelope_and_is_closed(data: bytes, status: int) -> None:
+    async with running_api() as api:
+        head, _, body = (await raw(api, data)).partition(b"\r\n\r\n")
+        assert head.startswith((b"HTTP/1.1 %d" % status, b"HTTP/1.0 %d" % status)), head
+        assert json.loads(body)["error"]["code"] == status
+
+
+async def test_broken_content_encoding_is_a_400(tmp_path: Path) -> None:
+    async with loaded_api(tmp_path) as api:
+        body = b"not gzip at all"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        answer = await raw(api, head + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        assert answer.startswith(b"HTTP/1.1 400") and b'"error"' in answer
+
+
+async def test_slow_headers_and_slow_bodies_are_ended(tmp_path: Path) -> None:
+    async with loaded_api(tmp_path, config(header_timeout=0.2, body_timeout=0.2)) as api:
+        assert (await raw(api, b"GET /health HT")).startswith(b"HTTP/1.1 408")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\nConnection: close\r\n\r\n{"
+        assert (await raw(api, head)).startswith(b"HTTP/1.1 408")
+
+
+async def test_connections_are_bounded() -> None:
+    async with running_api(config(max_connections=3)) as api:
+        port = urlsplit(api.url).port
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        assert (await raw(api, b"")).startswith(b"HTTP/1.1 503")
+        for _, writer in opened:
+            writer.close()
+
+
+async def test_http_1_0_stream_is_not_chunked_and_ends_by_close(tmp_path: Path) -> None:
+    async with loaded_api(tmp_path) as api:
+        body = json.dumps({"prompt": "x", "max_tokens": 2, "stream": True}).encode()
+        head = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        answer = await raw(api, head % len(body) + body)
+        head, _, data = answer.partition(b"\r\n\r\n")
+        assert b"chunked" not in head.lower()
+        assert data.startswith(b"data: {") and data.endswith(b"data: [DONE]\n\n")
+
+
+async def test_keep_alive_connection_survives_a_stream(tmp_path: Path) -> None:
+    async with loaded_api(tmp_path) as api:
+        for _ in range(3):
+            await api.events(COMPLETIONS, {"prompt": "x", "max_tokens": 2})
+        assert len(api.http.connector._conns) == 1  # type: ignore[union-attr]
+
+
+async def test_no_plain_text_reaches_a_client_with_a_wrong_key_file(tmp_path: Path) -> None:
+    from nanoserve.api.access import Access
+    from nanoserve.errors import StartupError
+
+    with pytest.raises(StartupError):
+        Access(replace(ApiConfig(), api_key_file=str(tmp_path / "missing")))
