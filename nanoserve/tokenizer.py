@@ -76,7 +76,8 @@ class HFTokenizer:
         return self._special_ids
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The fast form keeps no character offsets, which saves a tenth to a half of the time.
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)

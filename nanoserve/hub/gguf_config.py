@@ -10,6 +10,7 @@ import contextlib
 import math
 import struct
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any
 
 from nanoserve.errors import StartupError
@@ -28,7 +29,17 @@ FAMILIES = {
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>", "<|endofturn|>", "</s>")
 # Gemma 3 27B scales its attention by the width per head, the smaller ones by head_dim; layers tell it apart.
 _GEMMA3_27B_LAYERS = 62
-_CONTROL = 3  # token type of GGUF
+
+
+class TokenType(IntEnum):
+    """GGUF's, which are SentencePiece's."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
 
 
 class Fields:
@@ -86,6 +97,9 @@ def build_config(file: GgufFile, rope_factors: Sequence[float] | None = None) ->
         raise StartupError(f"{file.name} has no token embedding")
     model_type, class_name = FAMILIES[fields.architecture]
     heads, hidden = fields.require("attention.head_count", int), fields.require("embedding_length", int)
+    layers = fields.require("block_count", int)
+    if min(heads, hidden, layers) < 1 or layers > len(file.tensors):  # before anything is sized by them
+        raise StartupError(f"{file.name} is damaged: {layers} layers of {heads} heads and width {hidden}")
     head_dim = fields.get("attention.key_length", int) or hidden // heads
     for key, value in (("rope.dimension_count", head_dim), ("attention.value_length", head_dim)):
         if fields.get(key, int, value) != value:
@@ -96,7 +110,7 @@ def build_config(file: GgufFile, rope_factors: Sequence[float] | None = None) ->
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": fields.require("feed_forward_length", int),
-        "num_hidden_layers": fields.require("block_count", int),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": fields.get("attention.head_count_kv", int, heads),
         "head_dim": head_dim,
@@ -124,8 +138,24 @@ def _token_ids(file: GgufFile) -> dict[str, int | None]:
 def token_id(file: GgufFile, name: str) -> int | None:
     """`tokenizer.ggml.<name>_token_id`, None where the file names none or one outside the vocabulary."""
     value = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-    num_tokens = len(file.metadata.get("tokenizer.ggml.tokens") or ())
-    return value if isinstance(value, int) and 0 <= value < num_tokens else None
+    return value if isinstance(value, int) and 0 <= value < len(vocabulary(file)) else None
+
+
+def vocabulary(file: GgufFile) -> list[str]:
+    """The tokens by id; empty where the file has none."""
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    return tokens if isinstance(tokens, list) and tokens and isinstance(tokens[0], str) else []
+
+
+def token_types(file: GgufFile) -> list[int]:
+    """The type of each token; all normal where the file states none. StartupError when they do not fit the tokens."""
+    count = len(vocabulary(file))
+    types = file.metadata.get("tokenizer.ggml.token_type")
+    if types is None:
+        return [TokenType.NORMAL] * count
+    if not isinstance(types, list) or len(types) != count:
+        raise StartupError(f"{file.name}: token types do not cover the vocabulary")
+    return types
 
 
 def _add_family_fields(config: dict[str, Any], fields: Fields) -> None:
@@ -161,13 +191,16 @@ def _add_family_fields(config: dict[str, Any], fields: Fields) -> None:
 
 def _gemma_layer_types(fields: Fields, layers: int) -> list[str]:
     """Five sliding layers, then a global one, unless the file states a period or the layers one by one."""
-    pattern = fields.file.metadata.get(f"{fields.architecture}.attention.sliding_window_pattern", 6)
+    pattern = fields.file.metadata.get(f"{fields.architecture}.attention.sliding_window_pattern")
     if isinstance(pattern, list):
         if len(pattern) != layers:
             raise StartupError(f"{fields.file.name}: sliding_window_pattern does not cover {layers} layers")
         sliding = [bool(item) for item in pattern]
     else:
-        sliding = [(index + 1) % max(1, int(pattern)) != 0 for index in range(layers)]
+        period = fields.get("attention.sliding_window_pattern", int, 6)
+        if period < 1:
+            raise StartupError(f"{fields.file.name}: sliding_window_pattern {period} is no period")
+        sliding = [(index + 1) % period != 0 for index in range(layers)]
     return ["sliding_attention" if item else "full_attention" for item in sliding]
 
 
@@ -242,10 +275,8 @@ def _template_turn_ends(file: GgufFile) -> list[int]:
     template = file.metadata.get("tokenizer.chat_template")
     if not isinstance(template, str):
         return []
-    tokens = file.metadata.get("tokenizer.ggml.tokens") or []
-    types = file.metadata.get("tokenizer.ggml.token_type") or [_CONTROL] * len(tokens)
     return [
         index
-        for index, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind == _CONTROL and token in _TURN_ENDS and token in template
+        for index, (token, kind) in enumerate(zip(vocabulary(file), token_types(file), strict=True))
+        if kind == TokenType.CONTROL and token in _TURN_ENDS and token in template
     ]

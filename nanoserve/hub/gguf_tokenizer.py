@@ -13,11 +13,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from nanoserve.errors import StartupError
-from nanoserve.hub.gguf_config import token_id
+from nanoserve.hub.gguf_config import TokenType, token_id, token_types, vocabulary
 from nanoserve.hub.gguf_file import GgufFile
 
-# Token types of GGUF, as in SentencePiece.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "▁"
 
 # Splits of the text before byte-level BPE, as published in each model's tokenizer.json.
@@ -44,10 +42,10 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
     """The file's tokenizer, ready to be saved as tokenizer.json. Raises StartupError for an algorithm or
     pre-tokenizer that is not known, and for a vocabulary that does not hold together."""
     model = file.metadata.get("tokenizer.ggml.model")
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
+    tokens = vocabulary(file)
+    if not tokens:
         raise StartupError(f"{file.name} has no vocabulary")
-    types = _token_types(file, len(tokens))
+    types = token_types(file)
     try:
         if model == "gpt2":
             tokenizer = _byte_level(file, tokens)
@@ -66,7 +64,7 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
 
 def build_tokenizer_config(file: GgufFile) -> dict[str, Any]:
     """tokenizer_config.json, without the chat template."""
-    tokens = file.metadata.get("tokenizer.ggml.tokens") or []
+    tokens = vocabulary(file)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # transformers then takes tokenizer.json as it is
         "clean_up_tokenization_spaces": False,
@@ -85,15 +83,6 @@ def chat_template(file: GgufFile) -> str | None:
     """The file's default chat template, Jinja source."""
     template = file.metadata.get("tokenizer.chat_template")
     return template if isinstance(template, str) and template else None
-
-
-def _token_types(file: GgufFile, count: int) -> list[int]:
-    types = file.metadata.get("tokenizer.ggml.token_type")
-    if types is None:
-        return [_NORMAL] * count
-    if not isinstance(types, list) or len(types) != count:
-        raise StartupError(f"{file.name}: token types do not cover the vocabulary")
-    return types
 
 
 def _flag(file: GgufFile, name: str, default: bool) -> bool:
@@ -158,7 +147,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> Token
             merges=_merges_from_scores(file, spelled, types, vocab),
             unk_token=None if unknown is None else spelled[unknown],
             fuse_unk=True,
-            byte_fallback=_BYTE in types,
+            byte_fallback=TokenType.BYTE in types,
         )
     )
     replace = normalizers.Replace(" ", _SPACE)
@@ -183,9 +172,10 @@ def _merges_from_scores(
     scores = file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise StartupError(f"{file.name}: scores do not cover the vocabulary")
-    mergeable = [index for index, kind in enumerate(types) if kind not in (_UNKNOWN, _CONTROL, _BYTE)]
+    unmergeable = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.BYTE)
+    mergeable = [index for index, kind in enumerate(types) if kind not in unmergeable]
     parts = {tokens[index] for index in mergeable}
-    mergeable.sort(key=lambda index: (0, 0.0) if types[index] == _USER_DEFINED else (1, -scores[index]))
+    mergeable.sort(key=lambda index: (0, 0.0) if types[index] == TokenType.USER_DEFINED else (1, -scores[index]))
     merges = []
     for index in mergeable:
         token = tokens[index]
@@ -208,9 +198,9 @@ def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: list[str], types: 
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if tokenizer.token_to_id(token) != index:
             continue  # a run of spaces, respelled: merges make it
-        if kind in (_CONTROL, _UNKNOWN) or index in always:
+        if kind in (TokenType.CONTROL, TokenType.UNKNOWN) or index in always:
             special.append(AddedToken(token, normalized=False, special=True))
-        elif kind == _USER_DEFINED:
+        elif kind == TokenType.USER_DEFINED:
             plain.append(AddedToken(token, normalized=False, special=False))
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)

@@ -146,7 +146,7 @@ def _plan(file: GgufFile, info: TensorInfo, config: dict[str, Any]) -> _Plan:
     except ValueError:
         raise StartupError(f"{file.name}: tensor type {info.ggml_type} is not known") from None
     block, _ = GGML_QUANT_SIZES[ggml_type]
-    if not info.shape or info.shape[-1] % block:
+    if not info.shape or min(info.shape) < 1 or info.shape[-1] % block:
         raise StartupError(f"{file.name}: tensor {info.name[:80]!r} has a shape that does not fit its type")
     dtype, item = _NATIVE.get(ggml_type, ("F32", 4))
     offset = 1.0 if gemma and name.endswith("norm") else 0.0
@@ -188,10 +188,12 @@ def _chunks(file: GgufFile, plan: _Plan) -> Iterator[npt.NDArray[Any]]:
             yield raw
             continue
         try:
-            values = dequantize(raw, ggml_type)
+            with np.errstate(invalid="ignore", over="ignore"):  # a NaN in the file is the file's; loading finds it
+                values = dequantize(raw, ggml_type)
+                values = values - np.float32(plan.offset) if plan.offset else values
         except NotImplementedError:
             raise StartupError(f"{file.name}: tensors of type {ggml_type.name} are not supported") from None
-        yield np.ascontiguousarray(values - np.float32(plan.offset) if plan.offset else values)
+        yield np.ascontiguousarray(values)
 
 
 def _raw_chunks(file: GgufFile, plan: _Plan, rows: int, row_bytes: int, step: int) -> Iterator[_Bytes]:

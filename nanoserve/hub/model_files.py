@@ -7,6 +7,7 @@ Hugging Face layout: config.json, tokenizer files, *.safetensors (with an index 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,7 @@ def _context_length(config: dict[str, Any], path: Path) -> int:
         return length
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     factor = scaling.get("factor")
-    if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, (int, float)) or factor <= 0:
+    if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
         return length
     if kind == "yarn":
         original = scaling.get("original_max_position_embeddings")

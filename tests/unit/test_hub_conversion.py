@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from nanoserve.errors import StartupError
 from nanoserve.hub.convert import convert_gguf
 from nanoserve.hub.gguf_config import build_config, build_generation_config, llama3_divisors, shortest_float
 from nanoserve.hub.gguf_file import open_gguf
+from nanoserve.hub.model_files import read_model_files
 from tests.gguf_samples import CONTROL, byte_vocabulary, hf_tensors, write_gguf
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
@@ -150,9 +153,53 @@ def test_broken_files_are_refused_in_one_line(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-def test_too_small_a_disk_is_told_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_damaged_metadata_is_refused_or_harmless(family: str, tmp_path: Path) -> None:
+    """Random bytes of the header overwritten, dropped or doubled: one line, or a conversion; nothing else, no hang."""
+    good = write_gguf(tmp_path / "good.gguf", family).read_bytes()
+    header = len(good) - 4 * sum(value.size for value in hf_tensors(family).values())
+    draw = random.Random(11)
+    outcomes = {"refused": 0, "converted": 0}
+    for turn in range(150):
+        data = bytearray(good)
+        for _ in range(draw.choice([1, 1, 3])):
+            # The first 1200 bytes hold the numbers; the rest is mostly vocabulary.
+            at = draw.randrange(4, draw.choice([1200, header]))
+            data[at : at + 1] = draw.choice([bytes([draw.choice([0, 1, 9, 255])]), b"", b"\x07\x08"])
+        path = tmp_path / "bad.gguf"
+        path.write_bytes(data)
+        try:
+            convert_gguf([path], tmp_path / f"out{turn}", "0" * 64, lambda part: None, weights=True)
+            outcomes["converted"] += 1
+        except StartupError as exc:
+            assert "\n" not in str(exc)
+            outcomes["refused"] += 1
+    assert min(outcomes.values()) > 5
 
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_metadata_of_the_wrong_kind_is_refused_or_harmless(family: str, tmp_path: Path) -> None:
+    fields = ["block_count", "attention.head_count", "attention.head_count_kv", "attention.key_length",
+              "context_length", "embedding_length", "rope.scaling.type", "rope.scaling.factor",
+              "attention.sliding_window", "attention.sliding_window_pattern"]  # fmt: skip
+    vocabulary = ["tokens", "token_type", "merges", "model", "pre", "bos_token_id", "add_bos_token"]
+    keys = [f"{family}.{key}" for key in fields] + [f"tokenizer.ggml.{key}" for key in vocabulary]
+    keys += ["tokenizer.chat_template", "general.sampling.temp"]
+    values = [0, 7, 4294967295, "x", 1.5, float("nan"), float("inf"), True, [1, 2], ["a", "b"]]
+    for key in keys:
+        for value in values:
+            tokens = byte_vocabulary(["<s>", "</s>"], ["a b"], ids={"bos": 256, "eos": 257})
+            tokens.extra = {"tokenizer.chat_template": "</s>", key: value}
+            path = write_gguf(tmp_path / "m.gguf", family, vocabulary=tokens)
+            try:
+                convert(path, tmp_path)
+                read_model_files(tmp_path / "out")
+            except StartupError as exc:
+                assert "\n" not in str(exc), (key, value)
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
+
+
+def test_too_small_a_disk_is_told_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(StartupError, match="--cache-dir"):
@@ -180,7 +227,7 @@ def test_config_of_each_family(tmp_path: Path) -> None:
 def test_gemma_layer_pattern_and_scaling(tmp_path: Path) -> None:
     def layers(pattern: Any) -> list[str]:
         extra = {"gemma3.block_count": 12, "gemma3.attention.sliding_window_pattern": pattern}
-        path = write_gguf(tmp_path / "m.gguf", "gemma3", metadata=extra)
+        path = write_gguf(tmp_path / "m.gguf", "gemma3", tensors=hf_tensors("gemma3", layers=12), metadata=extra)
         return ["s" if kind == "sliding_attention" else "g" for kind in config_of(path)["layer_types"]]
 
     assert "".join(layers(None)) == "sssssgsssssg"
@@ -189,7 +236,8 @@ def test_gemma_layer_pattern_and_scaling(tmp_path: Path) -> None:
     extra = {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
     config = config_of(write_gguf(tmp_path / "m.gguf", "gemma3", metadata=extra))
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
-    large = config_of(write_gguf(tmp_path / "m.gguf", "gemma3", metadata={"gemma3.block_count": 62}))
+    tensors = hf_tensors("gemma3", layers=62)
+    large = config_of(write_gguf(tmp_path / "m.gguf", "gemma3", tensors=tensors, metadata={"gemma3.block_count": 62}))
     assert large["query_pre_attn_scalar"] == 32 // 4
 
 
