@@ -38,6 +38,7 @@ class Child:
     stage: str = ""
     progress: float = 0.0
     ready_once: bool = False
+    condemned: bool = False  # we ended it: it gave no sign of life
     late_s: float = 0.0
     doing: str = ""
     started_ns: int = field(default_factory=time.monotonic_ns)

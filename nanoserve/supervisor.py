@@ -66,6 +66,7 @@ class Supervisor:
 
     def __init__(self, config: ServerConfig, endpoints: Endpoints, sock: socket.socket, terminal: Terminal) -> None:
         self._config = config
+        self._endpoints = endpoints
         self._sock = sock
         self._terminal = terminal
         self._spawner = Spawner(config, endpoints, sock)
@@ -141,6 +142,8 @@ class Supervisor:
         """Plans a restart. ChildDied when there is none left, or the process never was ready in its first life."""
         if child.role == "prepare" and code == 0:
             return
+        if child.role == "engine" and code in (-signal.SIGKILL, -signal.SIGTERM) and not child.condemned:
+            self._endpoints.step_record(child.index).unlink(missing_ok=True)  # no request is to blame
         now = time.monotonic()
         was_ready = child.ready_once or child.incarnation > 1
         wait_s = self._budget.spend(child.name, now) if was_ready else None
@@ -173,6 +176,7 @@ class Supervisor:
             hard = self._config.obs.watchdog_hard
             if hard and silent > hard + _SILENT_S:
                 _log.error("%s gave no sign of life for %.0f s: it is ended", child.name, silent)
+                child.condemned = True
                 child.send_signal(signal.SIGKILL)
 
     def _check_start(self) -> None:

@@ -41,7 +41,10 @@ _log = logging.getLogger(__name__)
 class MessageSource(Protocol):
     """Where messages wait; `ipc.channels.Inbox`, or a queue in memory."""
 
-    dropped: int
+    @property
+    def dropped(self) -> int:
+        """Messages that could not be decoded."""
+        ...
 
     def drain(self) -> Sequence[EngineInbox]:
         """Takes all that waits, without sleeping."""
@@ -76,6 +79,7 @@ class EngineCore:
         engine_index: int,
         incarnation: int,
         clock: Callable[[], int],
+        refuse: Callable[[AddRequest], RequestError | None] = lambda message: None,
     ) -> None:
         self.scheduler = scheduler
         self.counters = EngineCounters()
@@ -83,6 +87,7 @@ class EngineCore:
         self._executor = executor
         self._inbox = inbox
         self._clock = clock
+        self._refuse = refuse
         self._builder = BatchBuilder(engine_index, incarnation, clock)
         self._postponed: list[Resync] = []
         self._in_step = False
@@ -138,6 +143,8 @@ class EngineCore:
             arrival_ns=message.arrival_ns,
         )
         try:
+            if (refusal := self._refuse(message)) is not None:
+                raise refusal
             finished = self.scheduler.add(request, self._clock())
         except RequestError as error:
             self._finish([self._refusal(message, len(prompt_ids), error)])

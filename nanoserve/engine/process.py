@@ -16,6 +16,7 @@ import zmq
 from nanoserve.config import SchedulerConfig, ServerConfig
 from nanoserve.engine.core import EngineCore
 from nanoserve.engine.stats import StatusLine
+from nanoserve.engine.suspects import RecordingExecutor, StepRecord, SuspectInbox, Suspects
 from nanoserve.hub.model_files import read_model_files
 from nanoserve.ipc.channels import Inbox, Outbox
 from nanoserve.ipc.endpoints import Endpoints
@@ -57,23 +58,37 @@ def run(config: ServerConfig, model_dir: Path, endpoints: Endpoints, link: Proce
     try:
         executor, facts, eos_token_ids = load_executor(config, model_dir, link.stage)
         scheduler = Scheduler(scheduler_limits(config.scheduler, facts), eos_token_ids)
+        record = StepRecord(endpoints.step_record(link.index))
+        suspects = Suspects(record, endpoints.strikes(link.index))
+        guarded = SuspectInbox(inbox, suspects)
         core = EngineCore(
             scheduler,
-            WatchedExecutor(executor, link.watchdog),
-            inbox,
+            RecordingExecutor(WatchedExecutor(_plant_faults(config, executor, link), link.watchdog), suspects),
+            guarded,
             engine_index=link.index,
             incarnation=link.incarnation,
             clock=time.monotonic_ns,
+            refuse=suspects.refusal,
         )
         link.ready(facts)
-        serve(core, inbox, outbox, link, StatusLine(config.obs.stats_interval, time.monotonic_ns()))
+        serve(core, guarded, outbox, link, StatusLine(config.obs.stats_interval, time.monotonic_ns()))
     finally:
         inbox.close()
         outbox.close()
         context.term()
 
 
-def serve(core: EngineCore, inbox: Inbox[EngineInbox], outbox: Outbox, link: ProcessLink, status: StatusLine) -> None:
+def _plant_faults(config: ServerConfig, executor: Executor, link: ProcessLink) -> Executor:
+    """For tests: steps that fail as `--fault` says."""
+    if not config.obs.fault:
+        return executor
+    from nanoserve.engine.faults import FaultyExecutor
+    from nanoserve.obs.faults import faults_for
+
+    return FaultyExecutor(executor, faults_for(config.obs.fault, link.name, link.incarnation))
+
+
+def serve(core: EngineCore, inbox: SuspectInbox, outbox: Outbox, link: ProcessLink, status: StatusLine) -> None:
     """The loop: receive, tell what is new, compute a step, tell what it gave."""
     beat_ns = time.monotonic_ns()
 

@@ -36,6 +36,13 @@ class Endpoints:
     def supervisor(self) -> str:
         return f"ipc://{self.run_dir}/supervisor.sock"
 
+    def step_record(self, index: int = 0) -> Path:
+        """Who is in the engine's step: survives a crash of the engine (`engine.suspects`)."""
+        return self.run_dir / f"engine-{index}.step"
+
+    def strikes(self, index: int = 0) -> Path:
+        return self.run_dir / f"engine-{index}.strikes"
+
     @property
     def config_file(self) -> Path:
         return self.run_dir / "config.json"

@@ -19,7 +19,8 @@ BIG_CLASSES = {
     "RequestStream": (20, METHODS),  # the record of one request: a list of plain fields
     "Scheduler": (SELF_ATTRIBUTES, 24),  # many small private methods, few attributes
 }
-WIRING = {"nanoserve/api/process.py": 20}  # builds the whole api process from its parts
+# Where a whole process is built from its parts.
+WIRING = {"nanoserve/api/process.py": 20, "nanoserve/engine/process.py": 20, "nanoserve/runner/executor.py": 20}
 
 
 def functions(module: Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

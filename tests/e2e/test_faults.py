@@ -1,0 +1,103 @@
+"""Broken frames, rows, steps and requests, made on purpose: exact text, or an error that says so; never wrong text."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import StartServer
+from tests.e2e.harness import Server, wait_until
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "Grüße aus Zürich, 熊 \U0001f43b ကြိုဆို the quick brown fox"
+TOKENS = 40
+
+
+def complete(server: Server, prompt: str = PROMPT, tokens: int = TOKENS) -> tuple[str, list[Any]]:
+    """The joined text of a stream, and the errors in it."""
+    text, errors = "", []
+    body = {"model": "sim", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    for data in server.stream("/v1/completions", body, timeout_s=30):
+        if data == "[DONE]":
+            return text, errors
+        event = json.loads(data)
+        if "error" in event:
+            errors.append(event["error"])
+        else:
+            text += "".join(choice["text"] for choice in event["choices"])
+    raise AssertionError("the stream ended without [DONE]")
+
+
+# Message 20 of an edge lies inside the second of the streams below; the edge carries one message a step.
+@pytest.mark.parametrize("action", ["drop", "dup", "delay", "corrupt"])
+@pytest.mark.parametrize("edge", ["engine:{}=detok", "detok:{}=api"])
+def test_a_bad_frame_never_gives_wrong_text(
+    edge: str, action: str, sim_server: Server, start_server: StartServer
+) -> None:
+    right, _ = complete(sim_server)
+    server = start_server(
+        "sim", "--sim-step-ms", "5", "--fault", *(f"{edge.format(action)}@{turn}" for turn in (20, 33))
+    )
+    for _ in range(3):
+        text, errors = complete(server)
+        assert errors or text == right
+        if errors:
+            assert right.startswith(text)
+    assert complete(server) == (right, [])
+    assert "restarting" not in server.output
+
+
+@pytest.mark.parametrize("action", ["dup", "delay", "corrupt"])
+def test_a_bad_frame_from_api_to_engine_never_gives_wrong_text(
+    action: str, sim_server: Server, start_server: StartServer
+) -> None:
+    right, _ = complete(sim_server)
+    # Message 1 turns the ring; each request is one AddRequest and one Release.
+    server = start_server("sim", "--fault", f"api:{action}=engine@4")
+    for _ in range(3):
+        assert complete(server) == (right, [])
+
+
+@pytest.mark.parametrize(("action", "status"), [("nan", 500), ("fail-step", 500)])
+def test_a_failed_row_or_step_ends_its_requests_alone(action: str, status: int, start_server: StartServer) -> None:
+    server = start_server("sim", "--fault", f"engine:{action}@6")
+    body = {"model": "sim", "prompt": PROMPT, "max_tokens": 20}
+    answers = [server.post("/v1/completions", body) for _ in range(3)]
+    assert [code for code, _ in answers].count(status) == 1
+    assert [code for code, _ in answers].count(200) == 2
+    assert "restarting" not in server.output
+
+
+def test_a_poisoned_request_fails_alone(sim_server: Server, start_server: StartServer) -> None:
+    """It crashes the engine each time it is in a step; its neighbours live through both restarts."""
+    (token_id,) = sim_server.post("/tokenize", {"prompt": " poison", "add_special_tokens": False})[1]["tokens"]
+    neighbours = [f"{number} {PROMPT}" for number in range(12)]
+    right = {prompt: complete(sim_server, prompt, 200)[0] for prompt in neighbours}
+    server = start_server("sim", "--sim-step-ms", "10", "--fault", f"engine:poison={token_id}@0!")
+    with ThreadPoolExecutor(16) as pool:
+        running = {prompt: pool.submit(complete, server, prompt, 200) for prompt in neighbours}
+        wait_until(lambda: running_requests(server) == len(neighbours), 20, "all neighbours run")
+        poisoned = pool.submit(server.post, "/v1/completions", {"model": "sim", "prompt": "a poison"})
+        status, answer = poisoned.result(60)
+        assert status == 500 and "crash" in answer["error"]["message"]
+        for prompt, future in running.items():
+            assert future.result(60) == (right[prompt], [])
+    assert "engine-0" in server.output and "life 3" in server.output and "life 4" not in server.output
+
+
+def running_requests(server: Server) -> float:
+    lines = server.get("/metrics")[1].splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("nanoserve_num_requests_running"))
+
+
+def test_a_full_disk_for_logs_stops_nothing(start_server: StartServer) -> None:
+    faults = [f"{role}:disk-full@1" for role in ("api", "engine", "detok")]
+    server = start_server("sim", "--fault", *faults, "--log-level", "debug")
+    right, errors = complete(server)
+    assert right and not errors
+    assert "restarting" not in server.output
+    assert server.stop() == 0
