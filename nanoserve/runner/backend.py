@@ -43,5 +43,12 @@ class ForwardBackend(Protocol):
         ...
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Runs one step. Returns float32 logits [S, vocab_size] on the backend's device."""
+        """Runs one step. Returns float32 logits [S, vocab_size] on the backend's device, valid until the next call."""
+        ...
+
+    def forward_greedy(self, batch: ForwardBatch) -> Int32:
+        """Runs one step of which only the likeliest id of each logit row is wanted, the lowest of equals.
+
+        Returns [S]; -1 for a row whose largest logit is not a finite number.
+        """
         ...

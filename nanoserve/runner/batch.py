@@ -13,7 +13,7 @@ import numpy as np
 
 from nanoserve.runner.backend import ForwardBatch
 from nanoserve.runner.logit_edits import LogitEdits
-from nanoserve.runner.sampler import SampleRows
+from nanoserve.runner.sampler import GREEDY_TEMPERATURE, SampleRows
 from nanoserve.sched.plan import NewRequest, PlanRow, RowError
 
 _NO_SCORES = -1
@@ -35,6 +35,7 @@ class _Columns:
     seeds: np.ndarray
     num_logprobs: np.ndarray  # int64; _NO_SCORES where none are asked for
     num_prompt_logprobs: np.ndarray
+    greedy: np.ndarray  # bool; nothing but the largest logit is asked for
 
     @classmethod
     def empty(cls, places: int, max_tokens: int, max_blocks: int) -> _Columns:
@@ -52,6 +53,7 @@ class _Columns:
             seeds=np.zeros(places, dtype=np.int64),
             num_logprobs=np.full(places, _NO_SCORES, dtype=np.int64),
             num_prompt_logprobs=np.full(places, _NO_SCORES, dtype=np.int64),
+            greedy=np.zeros(places, dtype=bool),
         )
 
     def grown(self) -> _Columns:
@@ -73,6 +75,7 @@ class StepRows:
     sampled_logits: np.ndarray  # int64: their rows of the logits
     prompt_scored: np.ndarray  # int64: rows whose prompt positions are scored
     logit_index: np.ndarray | None  # int64 [T] row of the logits of each flat token, where prompts are scored
+    greedy: bool  # no row asks for anything but the largest logit
 
 
 class RequestTable:
@@ -124,8 +127,10 @@ class RequestTable:
         columns.num_prompt_logprobs[place] = (
             _NO_SCORES if sampling.prompt_logprobs is None else sampling.prompt_logprobs
         )
+        columns.greedy[place] = sampling.temperature < GREEDY_TEMPERATURE and sampling.logprobs is None
         if LogitEdits.needed(request):
             self._edits[place] = LogitEdits(request)
+            columns.greedy[place] = False
 
     def _reason_against(self, request: NewRequest) -> str:
         ids, sampling = request.token_ids, request.sampling
@@ -178,7 +183,10 @@ class RequestTable:
             logit_tokens=logit_tokens,
         )
         sampled_logits = np.arange(len(sampled)) if logit_index is None else logit_index[last_tokens]
-        return StepRows(forward, plan_index, places, starts, counts, sampled, sampled_logits, scored, logit_index)
+        greedy = not len(scored) and bool(columns.greedy[places[sampled]].all())
+        return StepRows(
+            forward, plan_index, places, starts, counts, sampled, sampled_logits, scored, logit_index, greedy
+        )
 
     def _find(self, plan_rows: list[PlanRow], errors: list[RowError]) -> tuple[np.ndarray, np.ndarray]:
         """Plan indices and places of the rows that can run, their new blocks appended."""

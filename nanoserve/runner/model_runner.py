@@ -12,7 +12,7 @@ import torch
 
 from nanoserve.runner.backend import ForwardBackend
 from nanoserve.runner.batch import RequestTable, StepRows
-from nanoserve.runner.sampler import sample
+from nanoserve.runner.sampler import Sampled, sample
 from nanoserve.runner.scores import score_tokens
 from nanoserve.sched.plan import RowError, StepPlan, StepResult, StepTimes, TokenScores
 
@@ -36,12 +36,17 @@ class ModelRunner:
         if rows is None:
             result.times = StepTimes(prepared - began)
             return result
-        logits = self._backend.forward(rows.forward)
-        if logits.device.type != "cpu":
-            torch.cuda.synchronize(logits.device)  # so that the times below mean what they say
-        forwarded = time.perf_counter()
-        with torch.inference_mode():
-            self._finish(plan, rows, logits, result)
+        if rows.greedy:
+            token_ids = self._backend.forward_greedy(rows.forward)
+            forwarded = time.perf_counter()
+            self._take(plan, rows, Sampled(token_ids, token_ids < 0), result)
+        else:
+            logits = self._backend.forward(rows.forward)
+            if logits.device.type != "cpu":
+                torch.cuda.synchronize(logits.device)  # so that the times below mean what they say
+            forwarded = time.perf_counter()
+            with torch.inference_mode():
+                self._finish(plan, rows, logits, result)
         result.times = StepTimes(prepared - began, forwarded - prepared, time.perf_counter() - forwarded)
         return result
 
@@ -57,35 +62,31 @@ class ModelRunner:
         every_row = rows.logit_index is None  # then the logits are those of the sampled rows, in their order
         sampled_logits = logits if every_row else logits[torch.from_numpy(rows.sampled_logits).to(logits.device)]
         sampled = sample(sampled_logits, self._table.sample_rows(places))
+        self._score_sampled(plan, rows, sampled, sampled_logits, result)
+        self._take(plan, rows, sampled, result)
+
+    def _take(self, plan: StepPlan, rows: StepRows, sampled: Sampled, result: StepResult) -> None:
+        """Tokens into the result and the kept state; a row without one becomes an error."""
         plan_index = rows.plan_index[rows.sampled]
-        if sampled.broken.any():
-            for index in plan_index[sampled.broken].tolist():
-                result.errors.append(RowError(plan.rows[index].request_id, "the model's output is not a number"))
-        good = np.flatnonzero(~sampled.broken)
-        token_ids = sampled.token_ids[good]
+        good = ~sampled.broken
+        for index in plan_index[sampled.broken].tolist():
+            result.errors.append(RowError(plan.rows[index].request_id, "the model's output is not a number"))
         for index in plan_index[good].tolist():
             result.num_tokens[index] = 1
-        result.token_ids = token_ids.tolist()
-        self._score_sampled(plan, plan_index, good, places, sampled_logits, sampled.token_ids, result)
-        self._table.append(places[good], token_ids)
+        result.token_ids = sampled.token_ids[good].tolist()
+        self._table.append(rows.places[rows.sampled[good]], sampled.token_ids[good])
 
     def _score_sampled(
-        self,
-        plan: StepPlan,
-        plan_index: np.ndarray,
-        good: np.ndarray,
-        places: np.ndarray,
-        logits: torch.Tensor,
-        token_ids: np.ndarray,
-        result: StepResult,
+        self, plan: StepPlan, rows: StepRows, sampled: Sampled, logits: torch.Tensor, result: StepResult
     ) -> None:
-        num_top = self._table.num_logprobs(places)
-        asking = good[num_top[good] >= 0]
+        num_top = self._table.num_logprobs(rows.places[rows.sampled])
+        asking = np.flatnonzero((num_top >= 0) & ~sampled.broken)
         if not len(asking):
             return
-        scores = score_tokens(logits, asking, token_ids[asking], int(num_top[asking].max()))
+        scores = score_tokens(logits, asking, sampled.token_ids[asking], int(num_top[asking].max()))
         for row, score in zip(asking.tolist(), scores, strict=True):
-            result.scores[plan.rows[plan_index[row]].request_id] = [_trimmed(score, int(num_top[row]))]
+            request_id = plan.rows[rows.plan_index[rows.sampled[row]]].request_id
+            result.scores[request_id] = [_trimmed(score, int(num_top[row]))]
 
     def _score_prompts(self, plan: StepPlan, rows: StepRows, logits: torch.Tensor, result: StepResult) -> None:
         assert rows.logit_index is not None

@@ -38,7 +38,7 @@ class SampleRows:
 
 @dataclass(slots=True)
 class Sampled:
-    token_ids: np.ndarray  # int64 [S]
+    token_ids: np.ndarray  # integers [S]
     broken: np.ndarray  # bool [S]: the row has no finite largest logit, its token means nothing
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from nanoserve.runner.attention.interface import PagedAttention
 from nanoserve.runner.attention.paged import TorchPagedAttention
-from nanoserve.runner.backend import ForwardBatch
+from nanoserve.runner.backend import ForwardBatch, Int32
 from nanoserve.runner.decoder import Decoder, Weights
 from nanoserve.runner.kv_cache import PagedKVCache, bytes_per_block
 from nanoserve.runner.models.spec import ModelSpec
@@ -55,6 +55,11 @@ class TorchBackend:
         assert self._cache is not None and self._attention is not None, "allocate_kv comes first"
         with torch.inference_mode():
             return self._forward(batch, self._cache, self._attention)
+
+    def forward_greedy(self, batch: ForwardBatch) -> Int32:
+        top, token_ids = self.forward(batch).max(dim=-1)
+        greedy: Int32 = torch.where(torch.isfinite(top), token_ids, -1).to(torch.int32).cpu().numpy()
+        return greedy
 
     def _forward(self, batch: ForwardBatch, cache: PagedKVCache, attention: PagedAttention) -> torch.Tensor:
         num_tokens = len(batch.token_ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,8 +10,9 @@ from nanoserve.ipc.messages import SamplingParams
 from nanoserve.runner.backend import ForwardBatch
 from nanoserve.runner.batch import RequestTable
 from nanoserve.runner.model_runner import ModelRunner
-from nanoserve.sched.plan import NewRequest, PlanRow, StepPlan, StepResult
+from nanoserve.sched.plan import NewRequest, PlanRow, StepPlan
 from tests.runner import tiny
+from tests.runner.plans import Driver
 
 pytestmark = pytest.mark.slow
 BLOCK = 4
@@ -29,82 +29,12 @@ def make_runner(reference) -> ModelRunner:
     return ModelRunner(backend, make_table(max_seqs=2))
 
 
+def make_driver(runner: ModelRunner, seed: int = 0) -> Driver:
+    return Driver(runner, num_blocks=NUM_BLOCKS, block_size=BLOCK, seed=seed)
+
+
 def make_table(max_seqs: int = 4) -> RequestTable:
     return RequestTable(max_seqs=max_seqs, max_tokens=512, block_size=BLOCK, vocab_size=tiny.VOCAB)
-
-
-class Driver:
-    """Stands for the scheduler: random chunks, random company, preemptions; keeps every token and score."""
-
-    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
-        self.runner = runner
-        self.random = np.random.default_rng(seed)
-        self.free = list(range(NUM_BLOCKS))
-        self.requests: dict[int, NewRequest] = {}
-        self.target: dict[int, int] = {}
-        self.outputs: dict[int, list[int]] = {}
-        self.scores: dict[int, list] = {}
-        self.prompt_scores: dict[int, dict[int, object]] = {}
-        self.computed: dict[int, int] = {}
-        self.blocks: dict[int, list[int]] = {}
-        self.dropped: list[int] = []
-        self.errors: dict[int, str] = {}
-        self.steps = 0
-
-    def add(self, request_id: int, prompt: list[int], num_output: int, suppressed=(), **sampling) -> None:
-        self.requests[request_id] = NewRequest(request_id, prompt, len(prompt), SamplingParams(**sampling), suppressed)
-        self.target[request_id] = num_output
-        self.outputs[request_id], self.scores[request_id], self.prompt_scores[request_id] = [], [], {}
-
-    @property
-    def live(self) -> list[int]:
-        return [r for r in self.requests if len(self.outputs[r]) < self.target[r] and r not in self.errors]
-
-    def run(self, *, company: float = 1.0, chunk: int = 1000, preempt: float = 0.0) -> None:
-        while self.live:
-            for request_id in [r for r in self.computed if self.random.random() < preempt]:
-                self.forget(request_id)
-            chosen = [r for r in self.live if self.random.random() < company] or self.live[:1]
-            self.random.shuffle(chosen)
-            self.step([(r, int(self.random.integers(1, chunk + 1))) for r in chosen])
-
-    def forget(self, request_id: int) -> None:
-        self.dropped.append(request_id)
-        self.free += self.blocks.pop(request_id)
-        del self.computed[request_id]
-
-    def step(self, wanted: list[tuple[int, int]]) -> StepResult:
-        new, rows = [], []
-        for request_id, count in wanted:
-            request, outputs = self.requests[request_id], self.outputs[request_id]
-            if request_id not in self.computed:
-                tokens = [*request.token_ids[: request.num_prompt_tokens], *outputs]
-                new.append(msgspec.structs.replace(request, token_ids=tokens))
-                self.computed[request_id], self.blocks[request_id] = 0, []
-            start, total = self.computed[request_id], request.num_prompt_tokens + len(outputs)
-            count = min(count, total - start)
-            missing = -(-(start + count) // BLOCK) - len(self.blocks[request_id])
-            fresh = [self.free.pop() for _ in range(missing)]
-            self.blocks[request_id] += fresh
-            rows.append(PlanRow(request_id, start, count, fresh, start + count == total))
-        result = self.runner.execute(StepPlan(self.steps, new, rows, self.dropped))
-        self.steps, self.dropped = self.steps + 1, []
-        self._take(rows, result)
-        return result
-
-    def _take(self, rows: list[PlanRow], result: StepResult) -> None:
-        self.errors |= {error.request_id: error.message for error in result.errors}
-        tokens = iter(result.token_ids)
-        for row, num_tokens in zip(rows, result.num_tokens, strict=True):
-            assert num_tokens == (row.samples and row.request_id not in self.errors)
-            self.outputs[row.request_id] += [next(tokens) for _ in range(num_tokens)]
-            self.scores[row.request_id] += result.scores.get(row.request_id, [])
-            for offset, score in enumerate(result.prompt_scores.get(row.request_id, [])):
-                self.prompt_scores[row.request_id][row.start + 1 + offset] = score
-            self.computed[row.request_id] += row.num_tokens
-        assert next(tokens, None) is None
-        for request_id in [r for r in self.computed if r not in self.live]:
-            self.forget(request_id)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -123,7 +53,7 @@ PARAMETERS = [
 
 
 def run_all(reference, *, seed: int = 0, **how) -> Driver:
-    driver = Driver(make_runner(reference), seed)
+    driver = make_driver(make_runner(reference), seed)
     for request_id, prompt in enumerate(prompts(9)):
         driver.add(request_id, prompt, 25, seed=request_id % 3, **PARAMETERS[request_id % len(PARAMETERS)])
     driver.run(**how)
@@ -134,7 +64,7 @@ def run_all(reference, *, seed: int = 0, **how) -> Driver:
 @pytest.fixture(scope="module")
 def solo(reference) -> Driver:
     """Every request alone, prompt in one piece."""
-    driver = Driver(make_runner(reference))
+    driver = make_driver(make_runner(reference))
     for request_id, prompt in enumerate(prompts(9)):
         driver.add(request_id, prompt, 25, seed=request_id % 3, **PARAMETERS[request_id % len(PARAMETERS)])
         driver.run()
@@ -163,7 +93,7 @@ def test_outputs_and_scores_equal_the_solo_run(reference, solo, how, seed):
 
 
 def test_seeds_differ(reference):
-    driver = Driver(make_runner(reference))
+    driver = make_driver(make_runner(reference))
     for request_id in range(6):
         driver.add(request_id, [5, 6, 7], 12, seed=request_id // 2, temperature=20.0)
     driver.run()
@@ -189,7 +119,7 @@ def test_scores_are_log_softmax_of_the_raw_logits(reference, solo):
 
 
 def test_min_tokens_masks_the_ends(reference):
-    driver = Driver(make_runner(reference))
+    driver = make_driver(make_runner(reference))
     everything_but = tuple(range(3, tiny.VOCAB))
     driver.add(0, [5, 6], 4, suppressed=everything_but, min_tokens=2, temperature=0.0)
     driver.run()
@@ -206,13 +136,13 @@ def test_min_tokens_masks_the_ends(reference):
     ],
 )
 def test_a_request_with_bad_ids_fails_alone(reference, bad):
-    driver = Driver(make_runner(reference))
+    driver = make_driver(make_runner(reference))
     driver.add(0, [5, 6, 7], 5, temperature=0.0)
     driver.add(1, num_output=5, temperature=0.0, **bad)
     driver.add(2, [8, 9], 5, temperature=0.0)
     driver.run()
     assert list(driver.errors) == [1]
-    alone = Driver(make_runner(reference))
+    alone = make_driver(make_runner(reference))
     alone.add(2, [8, 9], 5, temperature=0.0)
     alone.run()
     assert driver.outputs[2] == alone.outputs[2]
@@ -237,10 +167,14 @@ class FakeBackend:
         logits[last == 13] = float("nan")
         return logits
 
+    def forward_greedy(self, batch: ForwardBatch) -> np.ndarray:
+        last = batch.token_ids[batch.logit_tokens]
+        return np.where(last == 13, -1, (last + 1) % tiny.VOCAB)
+
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_p": 1e-9}, {"top_k": 1, "logprobs": 1}])
 def test_a_row_without_numbers_fails_alone(sampling):
-    driver = Driver(ModelRunner(FakeBackend(), make_table()))
+    driver = make_driver(ModelRunner(FakeBackend(), make_table()))
     for request_id, start in enumerate([20, 10, 30]):
         driver.add(request_id, [1, start], 6, **sampling)
     driver.run()
@@ -249,7 +183,7 @@ def test_a_row_without_numbers_fails_alone(sampling):
 
 
 def test_table_grows_and_forgets():
-    driver = Driver(ModelRunner(FakeBackend(), make_table(max_seqs=1)))
+    driver = make_driver(ModelRunner(FakeBackend(), make_table(max_seqs=1)))
     for request_id in range(20):
         driver.add(request_id, [request_id + 30], 1 + request_id % 5, temperature=0.0)
     driver.run(company=0.6)
