@@ -34,7 +34,9 @@ class ModelConfig:
         "a directory, a .gguf file, a hub id (org/name), the name of a bundled model, or `sim` (no weights)",
         aliases=("model-path",),
     )
-    tokenizer: str = option("", "directory, tokenizer file, .gguf file, hub id or bundled name; default: the model's own")
+    tokenizer: str = option(
+        "", "directory, tokenizer file, .gguf file, hub id or bundled name; default: the model's own"
+    )
     revision: str = option("", "branch, tag or commit of a hub id")
     served_model_name: tuple[str, ...] = option((), "names that clients may use; the first is echoed; default: --model")
     dtype: str = option(
