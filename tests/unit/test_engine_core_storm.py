@@ -99,13 +99,14 @@ def request_for(request_id: int):
 
 
 def test_a_thousand_requests_under_aborts_and_resyncs_leave_nothing() -> None:
-    core = make_core(FakeExecutor(4, VOCAB), vocab_size=VOCAB, num_blocks=40, max_num_seqs=12, max_num_queued=2000)
+    core = make_core(FakeExecutor(4, VOCAB), vocab_size=VOCAB, num_blocks=20, max_num_seqs=12, max_num_queued=2000)
     api, ends, aborted = play(core, Random(1), 1000)
     assert ends.keys() == set(range(1, 1001))
     assert len(aborted) > 300
-    assert core.scheduler.counters.preemptions > 10
+    assert core.scheduler.counters.preemptions >= 5
     alone = make_core(FakeExecutor(4, VOCAB), vocab_size=VOCAB, prefix_cache=False)
     for request_id, end in ends.items():
+        assert end.reason is not FinishReason.ERROR, end.failure
         assert end.num_output_tokens == len(api[request_id])
         if end.reason is FinishReason.ABORT:
             assert request_id in aborted
