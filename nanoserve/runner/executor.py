@@ -135,9 +135,11 @@ def _make_backend(
         return load_weights(files.weight_files, spec, as_dtype, report)
 
     if device.type == "cpu" and config.engine.attention_backend == "auto":
-        native = _native_backend(config, files, spec, dtype, context, lambda: read(dtype), progress)
+        native = _native_backend(config, files, spec, dtype, context, read, progress)
         if native is not None:
             return native
+    if config.model.quantization in ("int8", "gguf"):
+        raise ConfigError(f"--quantization {config.model.quantization} needs the C++ engine, which is not used here")
     return TorchBackend(spec, read(dtype), block_size=config.cache.block_size, dtype=dtype, device=device)
 
 
@@ -147,13 +149,14 @@ def _native_backend(
     spec: ModelSpec,
     dtype: torch.dtype,
     context: int,
-    read: Callable[[], dict[str, torch.Tensor]],
+    read: Callable[[torch.dtype], dict[str, torch.Tensor]],
     progress: Progress,
 ) -> ForwardBackend | None:
     """The C++ engine, or None, with one line in the log, where it cannot serve this model on this machine."""
     from nanoserve.runner import native
     from nanoserve.runner.native.backend import NativeOptions
-    from nanoserve.runner.native.packing import Weights, fingerprint
+    from nanoserve.runner.native.open import open_native
+    from nanoserve.runner.native.packing import fingerprint
 
     reason = native.unsupported_reason(spec, dtype, config.cache.block_size)
     if reason is None:
@@ -161,11 +164,12 @@ def _native_backend(
             block_size=config.cache.block_size,
             threads=config.engine.engine_threads,
             max_positions=context,
+            quantization=config.model.quantization,
             cache_dir=cache_root(config.model) / "native",
             fingerprint="" if config.model.load_format == "dummy" else fingerprint(files.weight_files),
         )
         try:
-            return native.NativeBackend(spec, lambda: Weights(read(), {}), options, progress)
+            return open_native(files, spec, options, read, progress)
         except native.NativeUnavailable as error:
             reason = str(error)
     log.warning("the C++ engine is not used (%s); plain torch serves instead, slower", reason)

@@ -40,7 +40,7 @@ class Packed:
         self._library, self._n = library, n
         self._memory = allocate(int(library.ns_packed_bytes(form, n, k)))
         library.ns_pack(self._memory.ctypes.data, source.ctypes.data, kind, n, k, 0, 2)
-        self._linear = Linear(form, n, k, 0, self._memory.ctypes.data, 0)
+        self._linear = Linear(n=n, k=k, format=form, panels=self._memory.ctypes.data)
 
     def times(self, x: torch.Tensor, threads: int = 2) -> torch.Tensor:
         out = torch.empty(x.shape[0], -(-self._n // 32) * 32)

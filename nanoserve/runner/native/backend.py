@@ -38,7 +38,7 @@ class NativeOptions:
     block_size: int = 16
     threads: int = 0  # 0: one per core
     max_positions: int = 0  # longest context; 0: the model's own
-    quantization: str = "none"  # none, int8, gguf
+    quantization: str = "auto"  # packing.choose_formats
     cache_dir: Path = field(default_factory=build.default_cache_dir)
     fingerprint: str = ""
 
@@ -121,6 +121,19 @@ class NativeBackend:
         """One step that only tells the likeliest token of each logit row, -1 where the row is not finite."""
         self._run(batch, 0)
         return self.greedy_ids
+
+    @property
+    def vocab_size(self) -> int:
+        return self._spec.vocab_size
+
+    @property
+    def weights_bytes(self) -> int:
+        """Memory of the packed weights and the embedding."""
+        return self._packed.num_bytes
+
+    def read_bandwidth(self, memory: np.ndarray, threads: int) -> float:
+        """GB/s of reading `memory` once with `threads` threads: what a memory-bound step can be compared with."""
+        return float(self._library.ns_read_bandwidth(memory.ctypes.data, memory.nbytes, threads))
 
     def close(self) -> None:
         """Ends the threads and gives the memory back. The backend is not used afterwards."""
@@ -223,10 +236,12 @@ class NativeBackend:
 
     def _linear(self, section: str, matrix: packing.Matrix) -> Linear:
         return Linear(
-            format=int(self._packed.sections[section].format or 0),
             n=matrix.n,
             k=matrix.k,
+            format=self._packed.format(section),
+            few_format=self._packed.format(f"{section}_few"),
             panels=self._packed.address(section),
+            few_panels=self._packed.address(f"{section}_few"),
             bias=self._packed.address(f"{section}_bias"),
         )
 

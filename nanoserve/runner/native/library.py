@@ -42,8 +42,9 @@ class Config(Structure):
 
 class Linear(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("format", "n", "k", "reserved")),
+        *((name, c_int32) for name in ("n", "k", "format", "few_format")),
         ("panels", c_void_p),
+        ("few_panels", c_void_p),
         ("bias", c_void_p),
     ]
 

@@ -26,7 +26,8 @@ from nanoserve.runner.native.memory import allocate
 Bytes = npt.NDArray[np.uint8]
 Progress = Callable[[float], None]
 
-QUANTIZATIONS = ("none", "int8", "gguf")
+QUANTIZATIONS = ("auto", "none", "int8", "gguf")
+_FEW = "_few"  # suffix of sections that hold a matrix a second time
 _GGUF_FORMATS: dict[SourceType | None, Format] = {
     SourceType.GGUF_Q4_0: Format.Q4,
     SourceType.GGUF_Q4_1: Format.Q4,
@@ -82,6 +83,10 @@ class PackedWeights:
         """Address of a section; 0 (null) for one that the model does not have."""
         section = self.sections.get(name)
         return self.memory.ctypes.data + section.offset if section else 0
+
+    def format(self, name: str) -> int:
+        section = self.sections.get(name)
+        return int(section.format or 0) if section else 0
 
     def view(self, name: str) -> Bytes:
         section = self.sections[name]
@@ -156,13 +161,18 @@ def vectors(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
 
 
 def choose_formats(spec: ModelSpec, quantization: str, kinds: Mapping[str, SourceType]) -> dict[str, Format]:
-    """The form of each matrix. `kinds`: block types of the GGUF file's matrices, for quantization "gguf"."""
+    """The form of each matrix. `kinds`: block types of the GGUF file's matrices.
+
+    "gguf" keeps those blocks alone; "auto" keeps them beside the bf16 form, under the section's name plus "_few", for
+    steps of few rows. Both give the same logits as "none", bit for bit.
+    """
     formats: dict[str, Format] = {}
     for section, matrix in matrices(spec).items():
-        formats[section] = Format.Q8 if quantization == "int8" else Format.BF16
         stacked = {kinds.get(name) for name in matrix.names}
-        if quantization == "gguf" and len(stacked) == 1:
-            formats[section] = _GGUF_FORMATS.get(stacked.pop(), Format.BF16)
+        blocks = _GGUF_FORMATS.get(stacked.pop(), Format.BF16) if len(stacked) == 1 else Format.BF16
+        formats[section] = {"int8": Format.Q8, "gguf": blocks}.get(quantization, Format.BF16)
+        if quantization == "auto" and blocks != Format.BF16:
+            formats[section + _FEW] = blocks
     return formats
 
 
@@ -172,9 +182,10 @@ def lay_out(library: ctypes.CDLL, spec: ModelSpec, formats: Mapping[str, Format]
     shapes = spec.tensor_shapes()
     for section, names in vectors(spec).items():
         sizes[section] = (4 * sum(shapes[name][0] for name in names), None)
-    for section, matrix in matrices(spec).items():
-        size = int(library.ns_packed_bytes(formats[section], matrix.n, matrix.k))
-        sizes[section] = (size, formats[section])
+    shaped = matrices(spec)
+    for section, form in formats.items():
+        matrix = shaped[section.removesuffix(_FEW)]
+        sizes[section] = (int(library.ns_packed_bytes(form, matrix.n, matrix.k)), form)
     sections, offset = {}, 0
     for section, (size, form) in sizes.items():
         sections[section] = Section(offset, size, form)
@@ -193,20 +204,23 @@ def pack_weights(
         packed.view(section).view(np.float32)[:] = joined.numpy()
     embedding = weights.tensors["model.embed_tokens.weight"].to(torch.bfloat16)
     packed.view("embedding").view(np.int16)[:] = embedding.view(torch.int16).reshape(-1).numpy()
-    todo = matrices(spec)
-    for count, (section, matrix) in enumerate(todo.items(), 1):
-        form = packed.sections[section].format
-        source, kind = _source(matrix, form, weights)
-        # c_void_p of a temporary: `source` must live until the call is over, and does.
+    shaped = matrices(spec)
+    todo = [name for name, section in packed.sections.items() if section.format is not None]
+    for count, section in enumerate(todo, 1):
+        matrix, kept = shaped[section.removesuffix(_FEW)], packed.sections[section].format
+        source, kind = _source(matrix, kept, weights, keep=section + _FEW in packed.sections)
+        # `source` is only borrowed by its address: it must live until the call is over, and does.
         library.ns_pack(packed.address(section), source.ctypes.data, kind, matrix.n, matrix.k, matrix.paired, threads)
         progress(count / len(todo))
 
 
-def _source(matrix: Matrix, form: Format | None, weights: Weights) -> tuple[npt.NDArray[np.generic], SourceType]:
-    """The stacked rows of a matrix in the form that the packer reads."""
-    tensors = [weights.tensors.pop(name) for name in matrix.names]
+def _source(
+    matrix: Matrix, form: Format | None, weights: Weights, *, keep: bool
+) -> tuple[npt.NDArray[np.generic], SourceType]:
+    """The stacked rows of a matrix in the form that the packer reads. Tensors are let go unless `keep`."""
     rows = [weights.blocks.get(name) for name in matrix.names]
     blocks = [row for row in rows if row is not None and _GGUF_FORMATS.get(row.kind) == form]
+    tensors = [weights.tensors[name] if keep else weights.tensors.pop(name) for name in matrix.names]
     if len(blocks) == len(rows):
         stacked = np.ascontiguousarray(np.concatenate([block.data for block in blocks]))
         if stacked.shape[0] != matrix.n:

@@ -24,7 +24,9 @@ bool Arena::reserve(size_t bytes) {
     return true;
 }
 
-static Linear linear(const NsLinear& raw) { return {raw.format, raw.n, raw.k, raw.panels, raw.bias}; }
+static Linear linear(const NsLinear& raw) {
+    return {raw.n, raw.k, {raw.format, raw.panels}, {raw.few_format, raw.few_panels}, raw.bias};
+}
 
 Model::Model(const NsConfig& config_, const bf16* embedding_, const Linear& head_, const float* final_norm_)
     : config(config_), shape{config_.heads, config_.kv_heads, config_.head_dim}, embedding(embedding_), head(head_),

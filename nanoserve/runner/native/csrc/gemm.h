@@ -16,23 +16,31 @@ enum Format : int { kBf16 = 0, kQ8 = 1, kQ4 = 2 };
 
 constexpr int kPanel = 32;
 constexpr int kGroup = 32;
+constexpr int kFewRows = 8;  // from here on decoding costs more than the memory traffic it saves
+
+struct Form {
+    int format = kBf16;
+    const uint8_t* panels = nullptr;
+};
 
 struct Linear {
-    int format = kBf16;
     int n = 0;  // output columns; the last panel is padded with zeros
     int k = 0;  // a multiple of 32
-    const uint8_t* panels = nullptr;
+    Form main;
+    Form few;  // optional second form of the same weights, quicker where few rows make memory the bound
     const float* bias = nullptr;  // [n] or null
+    const Form& form(int rows) const { return few.panels && rows <= kFewRows ? few : main; }
 };
 
 inline int num_panels(int n) { return (n + kPanel - 1) / kPanel; }
 
-inline size_t panel_bytes(int format, int k) {
-    const size_t groups = static_cast<size_t>(k) / kGroup;
-    if (format == kQ8) return groups * (64 + kGroup * kPanel);
-    if (format == kQ4) return groups * (128 + kGroup * kPanel / 2);
-    return static_cast<size_t>(k) * kPanel * sizeof(bf16);
+inline size_t group_bytes(int format) {
+    if (format == kQ8) return 64 + kGroup * kPanel;
+    if (format == kQ4) return 128 + kGroup * kPanel / 2;
+    return kGroup * kPanel * sizeof(bf16);
 }
+
+inline size_t panel_bytes(int format, int k) { return static_cast<size_t>(k) / kGroup * group_bytes(format); }
 
 // Packs columns first_panel*32 .. of a row-major bf16 matrix [n, k]. With `paired`, rows 0..n/2-1 are gates and the
 // others ups; a panel then holds 16 gates and their 16 ups.
@@ -42,9 +50,6 @@ void pack_q8(uint8_t* panels, const float* weights, int n, int k, bool paired, i
 // From GGUF rows as they are in the file: Q8_0 {fp16 d; int8 q[32]}, Q4_0 {fp16 d; nibbles[16]}, Q4_1 {fp16 d, m; ...}.
 enum GgufType : int { kGgufQ4_0 = 2, kGgufQ4_1 = 3, kGgufQ8_0 = 8 };
 void pack_gguf(uint8_t* panels, const uint8_t* rows, int type, int n, int k, bool paired, int first_panel, int last_panel);
-// One panel back to the kBf16 form, `target` holding k*32 values; `ahead` is prefetched at the same pace.
-void decode_panel(bf16* target, const uint8_t* panel, int format, int k, const uint8_t* ahead);
-
 enum class Epilogue {
     kStore,     // out = y + bias
     kAdd,       // out += y + bias (the residual stream)

@@ -14,8 +14,9 @@ struct NsConfig {
 };
 
 struct NsLinear {
-    int32_t format, n, k, reserved;
+    int32_t n, k, format, few_format;
     const uint8_t* panels;
+    const uint8_t* few_panels;  // null, or the same weights in another format, for steps of few rows
     const float* bias;
 };
 

@@ -65,73 +65,7 @@ void put_gguf_group(const Group& group, int column, int type, const uint8_t* blo
 
 size_t gguf_block_bytes(int type) { return type == kGgufQ8_0 ? 34 : type == kGgufQ4_1 ? 20 : 18; }
 
-void decode_q8(bf16* target, const uint8_t* source, int k, const uint8_t* ahead) {
-    const __m512i spread = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-    const __m512i spread_high = _mm512_add_epi32(spread, _mm512_set1_epi32(8));
-    for (int group = 0; group < k / kGroup; ++group) {
-        __m512 d[4];
-        for (int half = 0; half < 2; ++half) {
-            const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source) + half));
-            d[2 * half] = _mm512_permutexvar_ps(spread, scale);
-            d[2 * half + 1] = _mm512_permutexvar_ps(spread_high, scale);
-        }
-        if (ahead) prefetch(ahead);
-        source += 64;
-        for (int pair = 0; pair < kGroup / 2; ++pair, source += 64, target += 64) {
-            if (ahead) prefetch(ahead + 64 + pair * 64);
-            __m512 f[4];
-#pragma GCC unroll 4
-            for (int quad = 0; quad < 4; ++quad) {
-                const __m128i q = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source) + quad);
-                f[quad] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(q)), d[quad]);
-            }
-            _mm512_storeu_si512(target, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(f[1], f[0])));
-            _mm512_storeu_si512(target + 32, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(f[3], f[2])));
-        }
-        if (ahead) ahead += 64 * 17;
-    }
-}
-
-// vpermps as a table of the 16 values does both the masking of a nibble and its conversion to float.
-void decode_q4(bf16* target, const uint8_t* source, int k, const uint8_t* ahead) {
-    const __m512i spread = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-    const __m512i spread_high = _mm512_add_epi32(spread, _mm512_set1_epi32(8));
-    const __m512 values = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    for (int group = 0; group < k / kGroup; ++group, source += 640, target += kGroup * kPanel) {
-        if (ahead) {
-            for (int line = 0; line < 10; ++line) prefetch(ahead + line * 64);
-            ahead += 640;
-        }
-        for (int half = 0; half < 2; ++half) {  // columns 0..15, then 16..31
-            const __m256i* scales = reinterpret_cast<const __m256i*>(source) + half;
-            const __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256(scales));
-            const __m512 m = _mm512_cvtph_ps(_mm256_loadu_si256(scales + 2));
-            const __m512 d0 = _mm512_permutexvar_ps(spread, d), d1 = _mm512_permutexvar_ps(spread_high, d);
-            const __m512 m0 = _mm512_permutexvar_ps(spread, m), m1 = _mm512_permutexvar_ps(spread_high, m);
-            for (int k0 = 0; k0 < 2; ++k0) {
-                const uint8_t* block = source + 128 + (k0 * 4 + half * 2) * 64;
-                __m512i q0 = _mm512_loadu_si512(block), q1 = _mm512_loadu_si512(block + 64);
-                bf16* out = target + k0 * 8 * 64 + half * 32;
-#pragma GCC unroll 8
-                for (int pair = 0; pair < 8; ++pair, out += 64) {
-                    const __m512 w0 = _mm512_fmadd_ps(_mm512_permutexvar_ps(q0, values), d0, m0);
-                    const __m512 w1 = _mm512_fmadd_ps(_mm512_permutexvar_ps(q1, values), d1, m1);
-                    _mm512_storeu_si512(out, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(w1, w0)));
-                    q0 = _mm512_srli_epi32(q0, 4);
-                    q1 = _mm512_srli_epi32(q1, 4);
-                }
-            }
-        }
-    }
-}
-
 }  // namespace
-
-void decode_panel(bf16* target, const uint8_t* panel, int format, int k, const uint8_t* ahead) {
-    if (format == kQ8) return decode_q8(target, panel, k, ahead);
-    if (format == kQ4) return decode_q4(target, panel, k, ahead);
-    std::memcpy(target, panel, panel_bytes(kBf16, k));
-}
 
 void pack_bf16(uint8_t* panels, const bf16* weights, int n, int k, bool paired, int first_panel, int last_panel) {
     for (int panel = first_panel; panel < last_panel; ++panel) {

@@ -1,0 +1,37 @@
+"""From a model directory to a `NativeBackend`, quantized as asked. Called by `executor` and the benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from nanoserve.errors import ConfigError
+from nanoserve.hub.model_files import ModelFiles
+from nanoserve.runner.models.spec import ModelSpec
+from nanoserve.runner.native.backend import NativeBackend, NativeOptions, Progress
+from nanoserve.runner.native.gguf_blocks import read_kinds, read_rows, source_files
+from nanoserve.runner.native.packing import Weights
+
+ReadWeights = Callable[[torch.dtype], dict[str, torch.Tensor]]
+
+
+def open_native(
+    files: ModelFiles, spec: ModelSpec, options: NativeOptions, read: ReadWeights, progress: Progress
+) -> NativeBackend:
+    """The backend; `read` gives the checkpoint in a type and is called only where no packed weights are cached.
+
+    ConfigError when the GGUF blocks are asked for and the directory did not come from a GGUF file that is still there;
+    `NativeUnavailable` as in `NativeBackend`.
+    """
+    sources = source_files(files.path) if options.quantization in ("auto", "gguf") else []
+    if options.quantization == "gguf" and not sources:
+        raise ConfigError("--quantization gguf: the model was not converted from a GGUF file, or that file is gone")
+
+    def load() -> Weights:
+        # int8 starts from float32, so that a weight is rounded once and not twice.
+        tensors = read(torch.float32 if options.quantization == "int8" else torch.bfloat16)
+        return Weights(tensors, read_rows(sources, files.config) if sources else {})
+
+    kinds = read_kinds(sources, files.config) if sources else {}
+    return NativeBackend(spec, load, options, progress, kinds)
