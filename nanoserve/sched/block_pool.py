@@ -140,6 +140,11 @@ class BlockPool:
             block.key, block.parent, block.token_ids = key, parent, tuple(token_ids)
             self._cached[key] = block_id
 
+    def forget_free(self) -> None:
+        """Empties the prefix cache but for blocks that have a holder."""
+        for block_id in self._free:
+            self._forget(block_id)
+
     def _forget(self, block_id: int) -> None:
         block = self._blocks[block_id]
         if block.key is not None:

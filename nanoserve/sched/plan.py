@@ -69,7 +69,11 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepResult(msgspec.Struct, array_like=True):
-    """Rows in the order of the plan. A row in `errors` yields no token and ends its request alone."""
+    """Rows in the order of the plan. A row in `errors` yields no token and ends its request alone.
+
+    The executor appends a row's tokens to the ids it keeps. Of a row that yields several, the scheduler counts only
+    the plan's positions as computed, so the next row of that request computes the others again.
+    """
 
     num_tokens: list[int]  # per row of the plan
     token_ids: list[int]  # ragged, rows one after the other
@@ -83,7 +87,11 @@ class Executor(Protocol):
     """Runs plans. One owner of weights and KV memory; the scheduler never sees either."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step. Raises only when the whole step failed; a broken row goes into `errors`."""
+        """Runs one step. Raises only when the whole step failed; a broken row goes into `errors`.
+
+        A plan without rows only drops state. Ids in `dropped` that the executor does not know (their step failed
+        before it took them in) are passed over.
+        """
         ...
 
     def close(self) -> None: ...

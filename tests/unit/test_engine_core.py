@@ -7,9 +7,11 @@ import pytest
 from nanoserve.engine.core import EngineCore
 from nanoserve.engine.ledger import Ledger
 from nanoserve.ipc.columns import pack_ids, unpack_ids
+from nanoserve.ipc.ids import RequestIdAllocator
 from nanoserve.ipc.messages import (
     AbortCause,
     AbortRequest,
+    ApiGone,
     EngineInbox,
     Finished,
     FinishReason,
@@ -328,6 +330,18 @@ def test_race_release_before_the_stop_string_reaches_the_engine() -> None:
     assert core.scheduler.num_running == 0
 
 
+def test_release_of_a_request_that_runs_ends_it() -> None:
+    """The detokenizer that fired the stop string died before it told the engine: nobody waits for more."""
+    core, executor = core_with(make_add_request(1, max_tokens=50))
+    core.take_news()
+    core.step()
+    core.handle(Release([1]))
+    while core.has_work:
+        core.step()
+    assert len(executor.steps_with(1)) == 1
+    assert core.ledger.num_records == 0
+
+
 def test_what_is_never_released_is_bounded() -> None:
     ledger = Ledger(max_retained=3)
     for request_id in range(10):
@@ -384,3 +398,27 @@ def test_the_executor_forgets_too() -> None:
     run(core, Ear())
     assert executor.states == {}
     assert executor.plans[-1] == StepPlan(executor.plans[-1].step, [], [], [1, 2])
+
+
+# ---- a dead api process -------------------------------------------------------------------------------------
+
+
+def test_the_requests_of_a_dead_api_process_end_before_the_next_step_and_are_forgotten() -> None:
+    first, second, other = (RequestIdAllocator(index, life) for index, life in ((0, 1), (0, 2), (1, 1)))
+    dead, alive, neighbour = first.next(), second.next(), other.next()
+    core, executor = core_with(*(make_add_request(request_id, max_tokens=30) for request_id in (dead, neighbour)))
+    ear = Ear()
+    ear.hear(core.take_news())
+    ear.hear(core.step())
+    core.handle(ApiGone(0, 1))
+    late = first.next()
+    core.handle(make_add_request(late))  # was on the way when its process died
+    core.handle(make_add_request(alive))
+    ear.hear(core.take_news())
+    assert ear.finished[dead].reason == FinishReason.ABORT
+    assert late not in ear.outputs and alive in ear.outputs
+    ear.hear(core.step())
+    assert {row.request_id for row in executor.plans[-1].rows} == {alive, neighbour}
+    run(core, ear)
+    assert dead not in core.ledger
+    assert core.counters.dropped_messages == 1

@@ -309,6 +309,19 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     assert len(run_to_end(scheduler, executor).finished) == 4
 
 
+def test_a_prompt_waits_for_the_last_chunk_of_an_equal_one() -> None:
+    scheduler, executor = make_scheduler(max_num_batched_tokens=12), FakeExecutor(4)
+    for request_id in (1, 2):
+        add(scheduler, request_id, prompt=range(2, 19), max_tokens=3)
+    for _ in range(3):
+        run_step(scheduler, executor)
+    assert [shape(plan) for plan in executor.plans] == [
+        [(1, 0, 12, False)],
+        [(1, 12, 5, True)],
+        [(1, 17, 1, True), (2, 16, 1, True)],
+    ]
+
+
 def test_a_request_does_not_wait_a_step_for_a_small_part_of_its_prompt() -> None:
     scheduler = make_scheduler()
     add(scheduler, 1, prompt=range(2, 7))
