@@ -26,11 +26,12 @@ from nanoserve import __version__
 from nanoserve.children import READY, RESTARTING, STALLED, STARTING, Child, Spawner, describe_exit
 from nanoserve.config import ServerConfig
 from nanoserve.errors import StartupError
-from nanoserve.ipc.channels import Inbox
+from nanoserve.ipc.channels import Inbox, Outbox
 from nanoserve.ipc.endpoints import Endpoints, create_run_dir, remove_run_dir
 from nanoserve.ipc.link import EXIT_STREAMS_CUT
 from nanoserve.ipc.messages import (
     PROTOCOL_VERSION,
+    ApiGone,
     Heartbeat,
     Ready,
     StartFailed,
@@ -76,6 +77,7 @@ class Supervisor:
             self._context, endpoints.supervisor(), SupervisorInbox, wake_fd=self._wakeups.fileno()
         )
         self._board = StatusBoard(self._context, endpoints, config.api.api_workers)
+        self._engine = Outbox(self._context, endpoints.engine())
         self._children = ChildTable(self._wakeups)
         self._budget = RestartBudget(config.obs.max_restarts)
         self._due: dict[str, float] = {}  # restarts that wait: process name -> monotonic time
@@ -142,6 +144,8 @@ class Supervisor:
         """Plans a restart. ChildDied when there is none left, or the process never was ready in its first life."""
         if child.role == "prepare" and code == 0:
             return
+        if child.role == "api":
+            self._engine.send(ApiGone(child.index, child.incarnation))
         if child.role == "engine" and code in (-signal.SIGKILL, -signal.SIGTERM) and not child.condemned:
             self._endpoints.step_record(child.index).unlink(missing_ok=True)  # no request is to blame
         now = time.monotonic()
@@ -301,6 +305,7 @@ class Supervisor:
     def _close(self) -> None:
         self._inbox.close()
         self._board.close()
+        self._engine.close()
         self._context.destroy(linger=0)
         self._spawner.close()
         self._wakeups.close()

@@ -16,16 +16,19 @@ from nanoserve.engine.outbox import BatchBuilder, prompt_logprobs
 from nanoserve.engine.stats import EngineCounters
 from nanoserve.errors import RequestError
 from nanoserve.ipc.columns import pack_ids, unpack_ids
+from nanoserve.ipc.ids import api_index, belongs_to_life
 from nanoserve.ipc.messages import (
     AbortCause,
     AbortRequest,
     Accepted,
     AddRequest,
+    ApiGone,
     EngineInbox,
     EngineStats,
     Failure,
     Finished,
     FinishReason,
+    FlushCache,
     Opened,
     Release,
     Resync,
@@ -90,6 +93,7 @@ class EngineCore:
         self._refuse = refuse
         self._builder = BatchBuilder(engine_index, incarnation, clock)
         self._postponed: list[Resync] = []
+        self._gone: dict[int, int] = {}  # api index -> last life that has ended
         self._in_step = False
         self._last_step_failed = False
 
@@ -120,11 +124,22 @@ class EngineCore:
                 self._finish(self.scheduler.abort(live, AbortCause.CLIENT_GONE, self._clock()))
             case Resync():
                 self._resync(message)
+            case FlushCache():
+                self.scheduler.tables.pool.forget_free()
+            case ApiGone():
+                self._gone[message.api_index] = message.incarnation
+                self.handle(
+                    Release([request_id for request_id in self.ledger.request_ids() if self._is_gone(request_id)])
+                )
+
+    def _is_gone(self, request_id: int) -> bool:
+        incarnation = self._gone.get(api_index(request_id))
+        return incarnation is not None and belongs_to_life(request_id, api_index(request_id), incarnation)
 
     def _add(self, message: AddRequest) -> None:
         request_id = message.request_id
-        if request_id in self.ledger:
-            self.counters.dropped_messages += 1  # delivered twice
+        if request_id in self.ledger or self._is_gone(request_id):
+            self.counters.dropped_messages += 1  # delivered twice, or its api process died with this on the way
             return
         try:
             prompt_ids, output_ids = unpack_ids(message.prompt_token_ids), unpack_ids(message.output_token_ids)

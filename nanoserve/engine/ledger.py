@@ -65,6 +65,9 @@ class Ledger:
     def num_records(self) -> int:
         return len(self._records)
 
+    def request_ids(self) -> list[int]:
+        return list(self._records)
+
     def open(self, request_id: int, text_spec: bytes, output_ids: Iterable[int], *, with_scores: bool) -> None:
         """Begins a record; a resumed request already has `output_ids`."""
         output = array("i", output_ids)

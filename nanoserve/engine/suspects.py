@@ -20,7 +20,8 @@ import msgspec
 
 from nanoserve.errors import RequestError
 from nanoserve.ipc.channels import Inbox
-from nanoserve.ipc.messages import AbortRequest, AddRequest, EngineInbox, Release
+from nanoserve.ipc.ids import api_index
+from nanoserve.ipc.messages import AbortRequest, AddRequest, ApiGone, EngineInbox, Release
 from nanoserve.sched.plan import Executor, StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
@@ -96,6 +97,11 @@ class Suspects:
                 continue
             if isinstance(message, AbortRequest | Release):
                 let_in += self._take_held(message.request_ids)  # let in to be ended: each request has one end
+            elif isinstance(message, ApiGone):
+                of_the_dead = [
+                    held.request_id for held in self._held if api_index(held.request_id) == message.api_index
+                ]
+                let_in += self._take_held(of_the_dead)
             let_in.append(message)
         if self._on_trial is not None:
             self._trial_turns += 1

@@ -37,3 +37,9 @@ def api_index(request_id: int) -> int:
 def api_incarnation(request_id: int) -> int:
     """Which life of that api process made it (modulo 2**15)."""
     return (request_id >> _COUNTER_BITS) & ((1 << _INCARNATION_BITS) - 1)
+
+
+def belongs_to_life(request_id: int, index: int, incarnation: int) -> bool:
+    """Whether api process `index` made this id in its life `incarnation` or an earlier one."""
+    age = (incarnation - api_incarnation(request_id)) % (1 << _INCARNATION_BITS)
+    return api_index(request_id) == index and age < 1 << (_INCARNATION_BITS - 1)

@@ -77,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # id sequences that the output may not contain
 
 
 class TextSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -121,6 +122,10 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
     """The terminal records of these requests have reached api; the engine may forget their ids."""
 
     request_ids: list[int]
+
+
+class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag=12, gc=False):
+    """Forget every cached prefix block that no running request holds."""
 
 
 # ---- engine -> detok -------------------------------------------------------------------------------------
@@ -347,6 +352,16 @@ class ServerStatus(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False
     failed: str = ""  # non-empty: the server is about to end, open streams get this as an error
 
 
+# ---- supervisor -> engine --------------------------------------------------------------------------------
+
+
+class ApiGone(msgspec.Struct, frozen=True, array_like=True, tag=11, gc=False):
+    """This life of an api process, and all before it, has ended: nobody waits for its requests any more."""
+
+    api_index: int
+    incarnation: int
+
+
 # ---- child -> supervisor ---------------------------------------------------------------------------------
 
 
@@ -379,7 +394,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=10, gc=False):
     doing: str = ""  # the long step that it has declared, if any
 
 
-EngineInbox = AddRequest | AbortRequest | Release | Resync
+EngineInbox = AddRequest | AbortRequest | Release | Resync | ApiGone | FlushCache
 DetokInbox = TokenBatch
 ApiInbox = TextBatch | ServerStatus
 SupervisorInbox = Ready | StartFailed | Heartbeat
