@@ -62,6 +62,10 @@ class Admission:
         for _ in range(min(num_requests, 64)):
             self._drain.note_end(now_s)
 
+    def seconds_for(self, num_requests: int, now_s: float) -> float:
+        """How long so many requests take to end, at the measured rate."""
+        return self._drain.seconds_for(num_requests, now_s)
+
     def retry_after_s(self, now_s: float) -> float:
         """Until half of the queue has drained at the measured rate."""
         excess = max(self.num_held - self._limit + self._max_queued // 2, 1)

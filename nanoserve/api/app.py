@@ -11,19 +11,19 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from nanoserve.api import ops
+from nanoserve.api import control, ops
 from nanoserve.api.chat import create_chat_completion
 from nanoserve.api.completions import create_completion
 from nanoserve.api.context import CONTEXT, ApiContext
 from nanoserve.api.edge import Connection
 from nanoserve.api.errors import Unavailable, envelope_bytes, http_error
+from nanoserve.api.generate import generate
 from nanoserve.api.http import REQUEST_ID_HEADER, request_label
 from nanoserve.errors import RequestError
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-LABEL = web.RequestKey("label", str)
 _HTTP_WORDS = {
     404: "There is nothing at this path.",
     405: "This path does not take this method.",
@@ -46,7 +46,6 @@ def error_response(error: RequestError) -> web.Response:
 async def outcome_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Errors to envelopes, the request id to a header, the outcome to a counter."""
     label = request_label(request)
-    request[LABEL] = label
     context = request.app[CONTEXT]
     if isinstance(request.protocol, Connection):
         request.protocol.headers_seen()
@@ -85,9 +84,7 @@ def _options(request: web.Request, context: ApiContext) -> web.Response:
 
 async def _last_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Runs before the headers of any response go out, streams included."""
-    label = request.get(LABEL)
-    if label is not None:
-        response.headers[REQUEST_ID_HEADER] = label
+    response.headers[REQUEST_ID_HEADER] = request_label(request)
     response.headers.update(request.app[CONTEXT].access.cors_headers(request.headers.get("Origin")))
 
 
@@ -98,6 +95,15 @@ def build_app(context: ApiContext) -> web.Application:
     add_get, add_post = app.router.add_get, app.router.add_post
     add_post("/v1/completions", create_completion)
     add_post("/v1/chat/completions", create_chat_completion)
+    add_post("/v1/chat/completions/render", control.render)
+    add_post("/generate", generate)
+    app.router.add_put("/generate", generate)
+    add_post("/abort_request", control.abort_request)
+    add_post("/flush_cache", control.flush_cache)
+    add_get("/health_generate", control.health_generate)
+    add_get("/v1/loads", control.loads)
+    add_get("/model_info", control.model_info)
+    add_get("/get_model_info", control.model_info)
     add_get("/v1/models", ops.list_models)
     add_get("/v1/models/{name:.+}", ops.get_model)
     add_get("/health", ops.health)

@@ -17,7 +17,7 @@ from nanoserve.api import logprobs as shapes
 from nanoserve.api import sse
 from nanoserve.api.context import CONTEXT, ApiContext
 from nanoserve.api.http import new_id, read_body, warning_headers
-from nanoserve.api.jobs import build_requests
+from nanoserve.api.jobs import build_requests, encode_bad_words
 from nanoserve.api.model import ServedModel
 from nanoserve.api.prompt import EncodedPrompt, Prompt, encode_prompts, normal_messages
 from nanoserve.api.respond import Job, respond
@@ -39,6 +39,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     body = decoded.body
     checker.check_model_name(body.model)
     valid, num_top, clip = _check(checker, body)
+    valid = await encode_bad_words(valid, context.lifecycle.require_encoder(), model)
     prompt = await encode_chat(context, model, body, valid.truncate)
     requests = build_requests(valid, [prompt], model, context.seeds, fallback_max_tokens=None, clip=clip)
     form = ChatFormat(valid, prompt, model, response_id=new_id("chatcmpl"), num_top=num_top)
@@ -47,6 +48,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         stream=valid.stream,
         timeout_s=valid.timeout_s,
         queue_timeout_s=valid.queue_timeout_s,
+        label=valid.label,
         headers=warning_headers(decoded.unknown_keys),
     )
     return await respond(request, context, job, form)

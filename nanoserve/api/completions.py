@@ -17,7 +17,7 @@ from nanoserve.api import logprobs as shapes
 from nanoserve.api import sse
 from nanoserve.api.context import CONTEXT, ApiContext
 from nanoserve.api.http import new_id, read_body, warning_headers
-from nanoserve.api.jobs import build_requests, check_num_sequences
+from nanoserve.api.jobs import build_requests, check_num_sequences, encode_bad_words
 from nanoserve.api.model import ServedModel
 from nanoserve.api.prompt import EncodedPrompt, encode_prompts, parse_prompt
 from nanoserve.api.respond import Job, respond
@@ -41,10 +41,12 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     valid, num_top = _check(checker, body)
     prompts = parse_prompt(bytes(body.prompt))
     check_num_sequences(len(prompts), valid.n)
+    encoder = context.lifecycle.require_encoder()
+    valid = await encode_bad_words(valid, encoder, model)
     encoded = await encode_prompts(
         prompts,
         model,
-        context.lifecycle.require_encoder(),
+        encoder,
         add_special_tokens=body.add_special_tokens is not False,
         truncate=valid.truncate,
     )
@@ -56,6 +58,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         stream=valid.stream,
         timeout_s=valid.timeout_s,
         queue_timeout_s=valid.queue_timeout_s,
+        label=valid.label,
         headers=warning_headers(decoded.unknown_keys),
     )
     return await respond(request, context, job, form)

@@ -22,6 +22,7 @@ from nanoserve.ipc.messages import (
     Failure,
     Finished,
     FinishReason,
+    FlushCache,
     Release,
     RowTokenTexts,
     SamplingParams,
@@ -30,7 +31,8 @@ from nanoserve.ipc.messages import (
     TextSpec,
 )
 
-DEADLINE_WORD = "timeout"  # stop_reason of a request that its deadline ended
+DEADLINE_WORD = "timeout"  # stop reason of a request that its deadline ended
+ABORTED_WORD = "abort_request"  # and of one that somebody else ended
 
 
 @dataclass(slots=True)
@@ -125,8 +127,8 @@ class EngineClient:
         self.counters.aborted += len(request_ids)
         self._send(AbortRequest(request_ids=request_ids, cause=cause))
 
-    def expire(self, streams: Iterable[RequestStream]) -> None:
-        """Ends those that still live at their deadline: what they have is the answer."""
+    def expire(self, streams: Iterable[RequestStream], word: str = DEADLINE_WORD) -> None:
+        """Ends those that still live: what they have is the answer, `word` its stop reason."""
         late = [stream for stream in streams if stream.request_id in self._live]
         self.abort(late, AbortCause.DEADLINE)
         for stream in late:
@@ -135,7 +137,11 @@ class EngineClient:
                 reason=FinishReason.ABORT,
                 num_output_tokens=len(stream.output_ids),
             )
-            stream.finish(TextFinished(ended, stop_string=DEADLINE_WORD))
+            stream.finish(TextFinished(ended, stop_string=word))
+
+    def flush_cache(self) -> None:
+        """Has the engine forget its cached prefixes."""
+        self._send(FlushCache())
 
     def deliver(self, batch: TextBatch) -> None:
         """Dispatches one drained batch: rows first, then terminal records, then one Release for all of them."""

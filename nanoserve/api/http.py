@@ -20,6 +20,7 @@ from nanoserve.errors import RequestError
 
 REQUEST_ID_HEADER = "X-Request-Id"
 WARNINGS_HEADER = "X-Nanoserve-Warnings"
+_LABEL = web.RequestKey("label", str)
 _REQUEST_ID = re.compile(r"^[\x21-\x7e]{1,128}$")
 
 
@@ -30,8 +31,11 @@ def new_id(prefix: str) -> str:
 
 def request_label(request: web.Request) -> str:
     """The client's X-Request-Id if it is short and printable, else one of ours. For logs and one header only."""
-    given = request.headers.get(REQUEST_ID_HEADER, "")
-    return given if _REQUEST_ID.match(given) else secrets.token_hex(8)
+    label = request.get(_LABEL)
+    if label is None:
+        given = request.headers.get(REQUEST_ID_HEADER, "")
+        label = request[_LABEL] = given if _REQUEST_ID.match(given) else secrets.token_hex(8)
+    return label
 
 
 async def read_body(request: web.Request) -> bytes:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
+from nanoserve.api.encoding import Encoder
 from nanoserve.api.engine_client import NewRequest
 from nanoserve.api.model import ServedModel
 from nanoserve.api.prompt import PROMPT_TAIL, EncodedPrompt, fit_max_tokens
@@ -48,6 +50,16 @@ def build_requests(
                 )
             )
     return requests
+
+
+async def encode_bad_words(valid: ValidRequest, encoder: Encoder, model: ServedModel) -> ValidRequest:
+    """Each word as the ids it has at the beginning of a text and after a space."""
+    if not valid.bad_words:
+        return valid
+    spelled = [text for word in valid.bad_words for text in (word, " " + word.lstrip())]
+    rows = await encoder.encode(spelled, add_special_tokens=False)
+    words = tuple(dict.fromkeys(tuple(ids) for ids in rows if ids and max(ids) < model.vocab_size))
+    return replace(valid, sampling=msgspec.structs.replace(valid.sampling, bad_words=words))
 
 
 def check_num_sequences(num_prompts: int, n: int) -> None:

@@ -18,6 +18,7 @@ from nanoserve.api.chat import render_chat
 from nanoserve.api.context import CONTEXT, ApiContext
 from nanoserve.api.http import json_response, read_body
 from nanoserve.api.model import ServedModel
+from nanoserve.api.pieces import token_pieces
 from nanoserve.api.prompt import refuse_by_length
 from nanoserve.api.schemas import BodyDecoder, DetokenizeBody, TokenizeBody
 from nanoserve.errors import RequestError
@@ -106,6 +107,9 @@ async def tokenize(request: web.Request) -> web.Response:
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = [model.tokenizer.id_to_token(token_id) for token_id in ids]
+    if body.with_pieces:
+        pieces = await context.lifecycle.require_encoder().run(lambda: token_pieces(model.tokenizer, ids))
+        answer["tokens"] = [{"id": token_id, "piece": piece} for token_id, piece in zip(ids, pieces, strict=True)]
     return json_response(answer)
 
 

@@ -14,6 +14,12 @@ TICK_S = 0.25
 class Paced(Protocol):
     """A live response."""
 
+    labels: set[str]
+
+    def abort(self) -> None:
+        """Ends it with what it has."""
+        ...
+
     def on_tick(self, now_s: float) -> None:
         """Looks at its own deadlines. Must not block or raise."""
         ...
@@ -33,6 +39,16 @@ class Pacer:
 
     def remove(self, paced: Paced) -> None:
         self._paced.discard(paced)
+
+    def abort(self, labels: set[str] | None) -> set[str]:
+        """Ends the responses with one of these labels (None: all of them); returns the labels that were ended."""
+        ended: set[str] = set()
+        for paced in list(self._paced):
+            hit = paced.labels if labels is None else paced.labels & labels
+            if hit:
+                paced.abort()
+                ended |= hit
+        return ended
 
     def tick(self, now_s: float) -> None:
         for paced in list(self._paced):

@@ -43,7 +43,7 @@ class EncodedPrompt:
     text: str | None  # as the client gave it; None for a prompt of ids
 
 
-def parse_prompt(raw: bytes) -> list[Prompt]:
+def parse_prompt(raw: bytes, param: str = "prompt") -> list[Prompt]:
     """A text, a list of texts, ids, or a list of ids. Anything mixed, empty or of another type is a 400."""
     data = raw.strip(_SPACES)
     inner = data[1:].lstrip(_SPACES) if data[:1] == b"[" else b""
@@ -51,23 +51,23 @@ def parse_prompt(raw: bytes) -> list[Prompt]:
         if data[:1] == b'"':
             return [Prompt(_TEXT.decode(data), None)]
         if inner[:1] == b'"':
-            return _bounded([Prompt(text, None) for text in _TEXTS.decode(data)])
+            return _bounded(param, [Prompt(text, None) for text in _TEXTS.decode(data)])
         if inner[:1] == b"[":
-            return _bounded([Prompt(None, ids) for ids in _ID_LISTS.decode(data)])
+            return _bounded(param, [Prompt(None, ids) for ids in _ID_LISTS.decode(data)])
         if inner[:1].isdigit() or inner[:1] == b"-":
             return [Prompt(None, _IDS.decode(data))]
     except msgspec.ValidationError as error:
-        raise RequestError(f"Invalid `prompt`: {field_error(str(error)).message}", param="prompt") from None
+        raise RequestError(f"Invalid `{param}`: {field_error(str(error)).message}", param=param) from None
     except (msgspec.DecodeError, ValueError) as error:
-        raise RequestError(json_words(str(error)), param="prompt") from None
+        raise RequestError(json_words(str(error)), param=param) from None
     if not data or data == b"null" or inner[:1] == b"]":
-        raise RequestError(_EMPTY, param="prompt")
-    raise RequestError("`prompt` must be a string, a list of strings, token ids, or a list of them.", param="prompt")
+        raise RequestError(_EMPTY, param=param)
+    raise RequestError(f"`{param}` must be a string, a list of strings, token ids, or a list of them.", param=param)
 
 
-def _bounded(prompts: list[Prompt]) -> list[Prompt]:
+def _bounded(param: str, prompts: list[Prompt]) -> list[Prompt]:
     if len(prompts) > MAX_PROMPTS:
-        raise RequestError(f"`prompt` may hold at most {MAX_PROMPTS} prompts.", param="prompt")
+        raise RequestError(f"`{param}` may hold at most {MAX_PROMPTS} prompts.", param=param)
     return prompts
 
 

@@ -13,8 +13,9 @@ from aiohttp import web
 
 from nanoserve.api import sse
 from nanoserve.api.context import ApiContext
-from nanoserve.api.engine_client import NewRequest
+from nanoserve.api.engine_client import ABORTED_WORD, NewRequest
 from nanoserve.api.errors import Unavailable, from_failure
+from nanoserve.api.http import request_label
 from nanoserve.api.results import Choice, ResponseFormat
 from nanoserve.api.stream import Outlet, Piece, RequestStream
 from nanoserve.errors import RequestError
@@ -36,6 +37,7 @@ class Job:
     stream: bool
     timeout_s: float | None = None
     queue_timeout_s: float | None = None
+    label: str = ""  # the client's own name for it, for /abort_request
     headers: dict[str, str] = field(default_factory=dict)
 
 
@@ -75,6 +77,7 @@ class Exchange:
         self._outlet = outlet
         self._streams = streams
         self._num_ended = 0
+        self.labels = {job.label, request_label(request)} - {""}
         self._began_s = context.clock_s()
         self._last_write_s = self._began_s
         self._write_began_s = 0.0  # 0: no write is waiting for the client
@@ -177,6 +180,10 @@ class Exchange:
     def _waiting_words(self) -> str:
         positions = [s.accepted for s in self._streams if s.accepted is not None and not s.first_ns]
         return f"queued position={max(positions)}" if positions and max(positions) > 0 else "keep-alive"
+
+    def abort(self) -> None:
+        """Ends it from outside: the client gets what is there, with finish reason `abort`."""
+        self._context.client.expire(self._streams, ABORTED_WORD)
 
     # ---- what happens because time has passed (called by the Pacer) ---------------------------------------
 

@@ -86,6 +86,40 @@ class ChatBody(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class GenerateSampling(SamplingFields, kw_only=True):
+    """`sampling_params` of POST /generate: the same fields under another server's names."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """POST /generate, the native route: text or ids in, text and ids out."""
+
+    text: msgspec.Raw = msgspec.Raw(b"null")  # a text or a list of texts
+    input_ids: msgspec.Raw = msgspec.Raw(b"null")  # ids or a list of them
+    sampling_params: msgspec.Raw = msgspec.Raw(b"null")
+    model: str | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
+    stream: bool | None = None
+    rid: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout_s: float | None = None
+    queue_timeout_s: float | None = None
+
+
+class AbortBody(msgspec.Struct, kw_only=True):
+    """POST /abort_request."""
+
+    rid: str | None = None
+    request_id: str | None = None
+    abort_all: bool | None = None
+
+
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """POST /tokenize: a text, or messages that go through the chat template."""
 

@@ -27,7 +27,9 @@ MAX_SEQUENCES = 2048  # prompts times n
 _MAX_STOP_CHARS = 1024
 _MAX_STOP_IDS = 256
 _MAX_BIASES = 1024
-_MAX_ALLOWED = 65_536
+_MAX_ALLOWED = 8192
+_MAX_BAD_WORDS = 64
+_MAX_BAD_WORD_CHARS = 256
 _MAX_LABEL = 128
 _MAX_SALT = 1024
 _INT32 = 2**31 - 1
@@ -56,6 +58,7 @@ class ValidRequest:
     timeout_s: float | None = None
     queue_timeout_s: float | None = None
     label: str = ""
+    bad_words: tuple[str, ...] = ()  # not encoded yet
 
     def child_sampling(self, sample: int, max_tokens: int, seeds: random.Random) -> SamplingParams:
         """Sampling of one choice. With a given seed, choices of one prompt differ by their number."""
@@ -134,6 +137,7 @@ class Checker:
             timeout_s=_seconds("timeout_s", body.timeout_s),
             queue_timeout_s=_seconds("queue_timeout_s", body.queue_timeout_s),
             label=_bounded_text("request_id", body.request_id or body.rid, _MAX_LABEL),
+            bad_words=_bad_words(body.bad_words),
         )
 
     def check_logprobs(self, param: str, value: int | None) -> int | None:
@@ -167,7 +171,7 @@ class Checker:
             min_tokens=min_tokens,
             stop_token_ids=self._stop_token_ids(body.stop_token_ids),
             ignore_eos=bool(body.ignore_eos),
-            logit_bias=self._logit_bias(body.logit_bias),
+            logit_bias=self._allowed(body.allowed_token_ids, self._logit_bias(body.logit_bias)),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
@@ -216,6 +220,21 @@ class Checker:
         check_ids(list(parsed), self._model.vocab_size, "logit_bias")
         return parsed
 
+    def _allowed(self, ids: list[int] | None, bias: dict[int, float]) -> dict[int, float]:
+        """An allow-list as biases: those of 100 and more decide, so only the listed ids are left.
+
+        Their own biases still count among them; -100 bans one of them.
+        """
+        if ids is None:
+            return bias
+        if not 0 < len(ids) <= _MAX_ALLOWED:
+            raise RequestError(f"allowed_token_ids must hold 1 to {_MAX_ALLOWED} token ids.", param="allowed_token_ids")
+        check_ids(ids, self._model.vocab_size, "allowed_token_ids")
+        kept = {token_id: 200.0 + bias.get(token_id, 0.0) for token_id in ids if bias.get(token_id, 0.0) > -100.0}
+        if not kept:
+            raise RequestError("logit_bias bans every allowed token.", param="allowed_token_ids")
+        return kept
+
     def _truncation(self, asked: int, max_tokens: int | None) -> int:
         """How many prompt ids are kept: as asked, -1 means what the context leaves."""
         room = self._model.max_model_len - (1 if max_tokens is None else max(max_tokens, 1))
@@ -249,6 +268,17 @@ def real(name: str, value: float | None, default: float, low: float, high: float
         bracket = "(" if open_low else "["
         raise RequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value:g}.", param=name)
     return value
+
+
+def _bad_words(words: list[str] | None) -> tuple[str, ...]:
+    if not words:
+        return ()
+    if len(words) > _MAX_BAD_WORDS or max(map(len, words)) > _MAX_BAD_WORD_CHARS:
+        limits = f"{_MAX_BAD_WORDS} words of {_MAX_BAD_WORD_CHARS} characters"
+        raise RequestError(f"bad_words may hold at most {limits}.", param="bad_words")
+    if not all(word.strip() for word in words):
+        raise RequestError("bad_words cannot contain an empty string.", param="bad_words")
+    return tuple(words)
 
 
 def _or(value: Number | None, default: Number) -> Number:

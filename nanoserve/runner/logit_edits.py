@@ -6,6 +6,7 @@ those of a step together. Order, as in the reference servers: repetition, freque
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +21,7 @@ class LogitEdits:
     """Counts of one request's ids, as arrays that grow with it, and its bias and mask."""
 
     __slots__ = (
+        "_bad_words",
         "_bias",
         "_counts",
         "_frequency",
@@ -28,6 +30,7 @@ class LogitEdits:
         "_masked",
         "_min_tokens",
         "_presence",
+        "_recent",
         "_repetition",
     )
 
@@ -39,14 +42,18 @@ class LogitEdits:
         self._bias = sampling.logit_bias
         self._masked = request.suppressed_until_min_tokens
         self._min_tokens = sampling.min_tokens
+        self._bad_words = sampling.bad_words
+        keep = max((len(word) for word in sampling.bad_words), default=1) - 1
+        output = request.token_ids[request.num_prompt_tokens :]
+        self._recent = deque(output, maxlen=keep)  # the last output ids: a bad word may go on from them
         self._ids = np.empty(0, dtype=np.int64)  # distinct ids of prompt and output
         self._counts = np.empty(0, dtype=np.float32)  # of each, in the output
         self._index: dict[int, int] = {}
         if self.counts_ids:
             for token in request.token_ids[: request.num_prompt_tokens]:
                 self._position(token)
-            for token in request.token_ids[request.num_prompt_tokens :]:
-                self.append(token)
+            for token in output:
+                self._count(token)
 
     @staticmethod
     def needed(request: NewRequest) -> bool:
@@ -56,6 +63,7 @@ class LogitEdits:
             or sampling.frequency_penalty
             or sampling.presence_penalty
             or sampling.logit_bias
+            or sampling.bad_words
             or (request.suppressed_until_min_tokens and sampling.min_tokens)
         )
 
@@ -64,10 +72,14 @@ class LogitEdits:
         return self._repetition != 1.0 or bool(self._frequency or self._presence)
 
     def append(self, token: int) -> None:
-        """Counts an output token."""
+        """Takes note of an output token."""
+        self._recent.append(token)
         if self.counts_ids:
-            position = self._position(token)
-            self._counts[position] += 1
+            self._count(token)
+
+    def _count(self, token: int) -> None:
+        position = self._position(token)
+        self._counts[position] += 1
 
     def _position(self, token: int) -> int:
         position = self._index.setdefault(token, len(self._index))
@@ -88,6 +100,11 @@ class LogitEdits:
     def masked(self, num_output: int) -> tuple[int, ...]:
         return self._masked if num_output < self._min_tokens else ()
 
+    def banned(self) -> list[int]:
+        """Ids that would complete a bad word now."""
+        recent = tuple(self._recent)
+        return [word[-1] for word in self._bad_words if word[:-1] == recent[max(len(recent) - len(word) + 1, 0) :]]
+
     @property
     def bias(self) -> dict[int, float]:
         return self._bias
@@ -102,6 +119,8 @@ def apply_edits(logits: torch.Tensor, edits: Sequence[LogitEdits], num_output: S
             _apply_bias(logits[row], edit.bias, masked)
         if masked:
             logits[row, list(masked)] = float("-inf")
+        if banned := edit.banned():
+            logits[row, banned] = float("-inf")
 
 
 def _apply_penalties(logits: torch.Tensor, edits: Sequence[LogitEdits]) -> None:

@@ -32,6 +32,7 @@ from nanoserve.ipc.messages import (
     Failure,
     Finished,
     FinishReason,
+    FlushCache,
     Release,
     RowTokenTexts,
     ServerStatus,
@@ -104,6 +105,7 @@ class FakeRing:
         self.added: list[AddRequest] = []
         self.aborted: list[AbortRequest] = []
         self.released: list[int] = []
+        self.flushes = 0
         self.auto_accept = True
         self.changed = asyncio.Condition()
         self.sent: dict[int, int] = {}  # tokens sent per request
@@ -128,6 +130,8 @@ class FakeRing:
                 self.script(message)
         elif isinstance(message, AbortRequest):
             self.aborted.append(message)
+        elif isinstance(message, FlushCache):
+            self.flushes += 1
         elif isinstance(message, Release):
             self.released += message.request_ids
 

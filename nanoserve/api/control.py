@@ -1,0 +1,114 @@
+"""Paths that look into the ring or act on it: render, generate-health, loads, abort, flush.
+
+Owner process: api. Paths that change something are in `access.ADMIN_PATHS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from nanoserve.api.chat import encode_chat
+from nanoserve.api.context import CONTEXT
+from nanoserve.api.engine_client import NewRequest
+from nanoserve.api.errors import Unavailable
+from nanoserve.api.http import json_response, read_body
+from nanoserve.api.schemas import AbortBody, BodyDecoder, ChatBody
+from nanoserve.api.stream import Outlet
+from nanoserve.errors import RequestError
+from nanoserve.ipc.messages import AbortCause, EmitMode, FinishReason, SamplingParams, TextSpec
+
+_CHAT = BodyDecoder(ChatBody)
+_ABORT = BodyDecoder(AbortBody, unsupported={})
+_GENERATE_LIMIT_S = 20.0
+
+
+async def render(request: web.Request) -> web.Response:
+    """The prompt a chat request would get, as text and ids, without running it."""
+    context = request.app[CONTEXT]
+    model = context.lifecycle.require_model()
+    body = _CHAT.decode(await read_body(request)).body
+    if context.checker is not None:
+        context.checker.check_model_name(body.model)
+    prompt = await encode_chat(context, model, body, None)
+    return json_response({"prompt": prompt.text, "prompt_token_ids": prompt.ids, "count": len(prompt.ids)})
+
+
+async def health_generate(request: web.Request) -> web.Response:
+    """200 when one token has gone through engine and detokenizer just now."""
+    context = request.app[CONTEXT]
+    context.lifecycle.require_ready()
+    outlet = Outlet()
+    new = NewRequest(
+        prompt_token_ids=[0],
+        sampling=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
+        text=TextSpec(emit=EmitMode.FINAL),
+        priority=-(2**31),
+    )
+    stream = context.client.submit(new, outlet)
+    try:
+        async with asyncio.timeout(_GENERATE_LIMIT_S):
+            while stream.finished is None:
+                await outlet.wait()
+    except TimeoutError:
+        raise Unavailable(f"No token came round within {_GENERATE_LIMIT_S:g} s.", code="unhealthy") from None
+    finally:
+        context.client.abort([stream], AbortCause.CLIENT_GONE)
+    if stream.finished.finished.reason == FinishReason.ERROR:
+        raise Unavailable("The engine refused a request of one token.", code="unhealthy")
+    return json_response({"status": "ok"})
+
+
+async def loads(request: web.Request) -> web.Response:
+    """Load figures for routers."""
+    context = request.app[CONTEXT]
+    stats = context.metrics.engine_stats
+    eta_s = context.admission.seconds_for(stats.num_waiting, context.clock_s()) if stats.num_waiting else 0.0
+    return json_response(
+        {
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "kv_used": stats.blocks_used,
+            "kv_total": stats.blocks_total,
+            "queue_eta_s": round(eta_s, 3),
+        }
+    )
+
+
+async def model_info(request: web.Request) -> web.Response:
+    """What benchmark clients of other servers ask for."""
+    context = request.app[CONTEXT]
+    model = context.lifecycle.require_model()
+    return json_response(
+        {
+            "model_path": context.config.model.model,
+            "tokenizer_path": context.config.model.tokenizer or context.config.model.model,
+            "is_generation": True,
+            "served_model_names": list(model.names),
+            "max_model_len": model.max_model_len,
+            "vocab_size": model.vocab_size,
+        }
+    )
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """Ends requests by the exact id their clients gave, or all of them. Only those of this api process."""
+    context = request.app[CONTEXT]
+    body = _ABORT.decode(await read_body(request)).body
+    label = body.rid or body.request_id
+    if body.abort_all:
+        ended = context.pacer.abort(None)
+        return json_response({"aborted": sorted(ended), "unknown": []})
+    if not label:
+        raise RequestError("Give a `rid`, or `abort_all`.", param="rid")
+    ended = context.pacer.abort({label})
+    return json_response({"aborted": sorted(ended & {label}), "unknown": [] if ended else [label]})
+
+
+async def flush_cache(request: web.Request) -> web.Response:
+    """Forgets every cached prefix that no running request uses."""
+    context = request.app[CONTEXT]
+    context.lifecycle.require_ready()
+    context.client.flush_cache()
+    return json_response({"status": "ok", "running": context.metrics.engine_stats.num_running})
