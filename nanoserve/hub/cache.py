@@ -90,35 +90,39 @@ def hash_files(paths: Sequence[Path], progress: Callable[[float], None]) -> str:
     return digest.hexdigest()
 
 
+def fingerprint(paths: Sequence[Path]) -> list[list[Any]]:
+    """Name, size and time of change of each file."""
+    stats = [path.stat() for path in paths]
+    return [[str(path.absolute()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)]
+
+
 def remembered_hash(root: Path, paths: Sequence[Path]) -> str | None:
     """The hash noted for these files, None when none is or when a size or a time of change differs."""
     try:
         noted = json.loads(_index_path(root, paths).read_text(encoding="utf-8"))
-        if noted["files"] == _fingerprint(paths) and isinstance(noted["sha256"], str):
+        if noted["files"] == fingerprint(paths) and isinstance(noted["sha256"], str):
             return str(noted["sha256"])
     except (OSError, ValueError, KeyError, TypeError):
         pass  # no note, or a broken one: the files are hashed again
     return None
 
 
-def remember_hash(root: Path, paths: Sequence[Path], sha256: str) -> None:
-    """Notes the hash, so that a later start need not read the files. A note that cannot be written is no fault."""
+def remember_hash(root: Path, paths: Sequence[Path], files: list[list[Any]], sha256: str) -> None:
+    """Notes the hash, so that a later start need not read the files. A note that cannot be written is no fault.
+
+    `files` is the `fingerprint` from before the hash was taken: a file that changed meanwhile is then hashed again.
+    """
     target = _index_path(root, paths)
     with contextlib.suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f"{target.name}.{os.getpid()}")
-        write_json(temporary, {"files": _fingerprint(paths), "sha256": sha256})
+        write_json(temporary, {"files": files, "sha256": sha256})
         temporary.replace(target)
 
 
 def _index_path(root: Path, paths: Sequence[Path]) -> Path:
     names = "\n".join(str(path.absolute()) for path in paths)
     return root / "index" / f"{hashlib.sha256(names.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
-
-
-def _fingerprint(paths: Sequence[Path]) -> list[list[Any]]:
-    stats = [path.stat() for path in paths]
-    return [[str(path.absolute()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)]
 
 
 def _rename(source: Path, final: Path) -> None:

@@ -25,7 +25,7 @@ FAMILIES = {
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
 # Ends of a chat turn, as the known templates spell them. One of them ends a generation when the file's own template
-# writes it and the vocabulary has it as a control token: some files name only the end of text.
+# writes it and it is no ordinary text token: some files name only the end of text.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>", "<|endofturn|>", "</s>")
 # Gemma 3 27B scales its attention by the width per head, the smaller ones by head_dim; layers tell it apart.
 _GEMMA3_27B_LAYERS = 62
@@ -278,5 +278,5 @@ def _template_turn_ends(file: GgufFile) -> list[int]:
     return [
         index
         for index, (token, kind) in enumerate(zip(vocabulary(file), token_types(file), strict=True))
-        if kind == TokenType.CONTROL and token in _TURN_ENDS and token in template
+        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED) and token in _TURN_ENDS and token in template
     ]

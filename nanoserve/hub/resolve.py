@@ -57,9 +57,13 @@ def prepare(config: ServerConfig, progress: Progress) -> Path:
 
 def _resolve(config: ServerConfig, progress: Progress | None) -> Path | None:
     """Without `progress` only what is there already counts; with it, missing pieces are made."""
-    options = config.model
-    if config.is_sim:
-        return _sim_directory(options, progress)
+    try:
+        return _sim_directory(config.model, progress) if config.is_sim else _model_directory(config.model, progress)
+    except OSError as exc:  # a directory that may not be read, a name that no disk takes, and the like
+        raise StartupError(f"cannot read {str(exc.filename or config.model.model)[:200]}: {exc.strerror}") from exc
+
+
+def _model_directory(options: ModelConfig, progress: Progress | None) -> Path | None:
     need_weights = options.load_format != "dummy"
     model = _materialize(options.model, options, progress, weights=True)
     if model is None:
@@ -105,8 +109,9 @@ def _converted(source: Source, options: ModelConfig, progress: Progress | None, 
     if sha256 is None:
         if progress is None:
             return None
+        files = cache.fingerprint(source.files)
         sha256 = _hash(source, progress)
-        cache.remember_hash(root, source.files, sha256)
+        cache.remember_hash(root, source.files, files, sha256)
     target = cache.converted_path(root, source.name, sha256, weights=weights)
     if target.is_dir():
         return target
@@ -119,10 +124,7 @@ def _converted(source: Source, options: ModelConfig, progress: Progress | None, 
 
 
 def _hash(source: Source, progress: Progress) -> str:
-    try:
-        sha256 = cache.hash_files(source.files, functools.partial(progress, "reading model"))
-    except OSError as exc:
-        raise StartupError(f"cannot read {source.files[0]}: {exc.strerror}") from exc
+    sha256 = cache.hash_files(source.files, functools.partial(progress, "reading model"))
     if source.sha256 and sha256 != source.sha256:
         raise StartupError(f"{source.name}: the installed files are damaged (SHA-256 differs); install them again")
     return sha256

@@ -57,7 +57,7 @@ def locate(name: str) -> Source:
     if name in BUNDLED:
         return _bundled(name)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():  # an empty name would be the working directory
         return Source(kind=SourceKind.DIRECTORY, name=_label(path.absolute().name), files=(path.absolute(),))
     if path.name.endswith(".gguf") or _PART.fullmatch(path.name):
         return _gguf(path.absolute())
@@ -66,7 +66,7 @@ def locate(name: str) -> Source:
     if HUB_ID.fullmatch(name):
         return Source(kind=SourceKind.HUB, name=_label(name.split("/")[1]), repo=name)
     raise StartupError(
-        f"no model {name!r}: not a directory, a .gguf file, a hub id (org/name) or one of {', '.join(BUNDLED)}"
+        f"no model {name[:200]!r}: not a directory, a .gguf file, a hub id (org/name) or one of {', '.join(BUNDLED)}"
     )
 
 

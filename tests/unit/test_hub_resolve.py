@@ -89,6 +89,21 @@ def test_a_changed_file_is_converted_again(tmp_path: Path, model_gguf: Path) -> 
     assert read_model_files(second).bos_token == "<x>"
 
 
+def test_a_file_that_changes_while_it_is_hashed_is_hashed_again(
+    tmp_path: Path, model_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = cache.hash_files
+
+    def slow(paths: Any, progress: Any) -> str:
+        sha256 = real(paths, progress)
+        write_gguf(model_gguf, vocabulary=byte_vocabulary(["<x>", "<y>"], ids={"bos": 256, "eos": 257}))
+        return sha256
+
+    monkeypatch.setattr(cache, "hash_files", slow)
+    prepare(settings(tmp_path, model_gguf), quiet)
+    assert find_prepared(settings(tmp_path, model_gguf)) is None
+
+
 def test_the_same_content_elsewhere_is_not_converted_again(tmp_path: Path, model_gguf: Path) -> None:
     first = prepare(settings(tmp_path, model_gguf), quiet)
     moved = tmp_path / "moved" / model_gguf.name
@@ -225,6 +240,9 @@ def test_names_that_mean_nothing_are_one_line(tmp_path: Path) -> None:
         (str(shard), "one shard of a split model"),
         (str(text), "neither a model directory nor a .gguf file"),
         (str(tmp_path), "no config.json"),
+        ("x" * 5000, "File name too long"),
+        ("a\0b", "no model"),
+        ("", "no model"),
     ):
         config = settings(tmp_path, name)
         assert find_prepared(config) is None
