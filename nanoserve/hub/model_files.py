@@ -85,6 +85,10 @@ def read_model_files(path: Path, *, need_weights: bool = True) -> ModelFiles:
     weight_files, weight_map = find_weights(path)
     if need_weights and not weight_files:
         raise StartupError(f"no weights in {path}: expected *.safetensors")
+    quantization = raw.get("quantization_config")
+    if need_weights and quantization:  # its tensors have other names and shapes than the family's
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise StartupError(f"{path / 'config.json'}: weights quantized by {str(method)[:40]!r} are not supported")
     return ModelFiles(
         path=path,
         config=config,

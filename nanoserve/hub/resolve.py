@@ -65,7 +65,7 @@ def _resolve(config: ServerConfig, progress: Progress | None) -> Path | None:
 
 def _model_directory(options: ModelConfig, progress: Progress | None) -> Path | None:
     need_weights = options.load_format != "dummy"
-    model = _materialize(options.model, options, progress, weights=True)
+    model = _materialize(options.model, options, progress, weights=need_weights, revision=options.revision)
     if model is None:
         return None
     read_model_files(model, need_weights=need_weights)
@@ -80,7 +80,8 @@ def _model_directory(options: ModelConfig, progress: Progress | None) -> Path | 
 
 def _sim_directory(options: ModelConfig, progress: Progress | None) -> Path | None:
     """The tokenizer's own directory where it has a config.json of use, else one with a config.json made for it."""
-    tokenizer = _materialize(options.tokenizer or _SIM_TOKENIZER, options, progress, weights=False)
+    name = options.tokenizer or _SIM_TOKENIZER
+    tokenizer = _materialize(name, options, progress, weights=False, revision=options.revision)
     if tokenizer is None:
         return None
     if tokenizer.is_dir():
@@ -91,13 +92,19 @@ def _sim_directory(options: ModelConfig, progress: Progress | None) -> Path | No
     return _combine(options, None, tokenizer, progress)
 
 
-def _materialize(name: str, options: ModelConfig, progress: Progress | None, *, weights: bool) -> Path | None:
-    """The directory (or tokenizer file) behind a name; None when it must be made and `progress` is None."""
+def _materialize(
+    name: str, options: ModelConfig, progress: Progress | None, *, weights: bool, revision: str = ""
+) -> Path | None:
+    """The directory (or tokenizer file) behind a name; None when it must be made and `progress` is None.
+
+    --revision is the model's; a tokenizer named beside a model has its own history.
+    """
     source = locate(name)
     if source.kind is SourceKind.GGUF:
         return _converted(source, options, progress, weights=weights)
     if source.kind is SourceKind.HUB:
-        return _snapshot(source, options, progress, weights=weights)
+        own_tokenizer = name != options.model or not options.tokenizer
+        return _snapshot(source.repo, revision, progress, weights=weights, tokenizer=own_tokenizer)
     if source.kind is SourceKind.TOKENIZER_FILE and weights:
         raise StartupError(f"{name} is neither a model directory nor a .gguf file")
     return source.files[0]
@@ -130,20 +137,20 @@ def _hash(source: Source, progress: Progress) -> str:
     return sha256
 
 
-def _snapshot(source: Source, options: ModelConfig, progress: Progress | None, *, weights: bool) -> Path | None:
-    # --revision is the model's; a tokenizer named beside it has its own history.
-    revision = options.revision if weights or options.model == "sim" else ""
-    snapshot = cached_snapshot(source.repo, revision)
+def _snapshot(repo: str, revision: str, progress: Progress | None, *, weights: bool, tokenizer: bool) -> Path | None:
+    """The snapshot where all that is needed of it is there, else a download (which goes on with one cut short)."""
+    snapshot = cached_snapshot(repo, revision)
     if snapshot is not None:
-        with contextlib.suppress(StartupError):  # a download that was cut short: go on with it
-            _check_tokenizer(snapshot)
+        with contextlib.suppress(StartupError):
+            if tokenizer:
+                _check_tokenizer(snapshot)
             if weights:
                 read_model_files(snapshot)
             return snapshot
     if progress is None:
         return None
     stage = functools.partial(progress, "downloading model" if weights else "downloading tokenizer")
-    return download(source.repo, revision, stage, weights=weights)
+    return download(repo, revision, stage, weights=weights)
 
 
 def _check_tokenizer(path: Path) -> None:

@@ -380,3 +380,16 @@ def test_a_download_that_was_cut_short_is_not_taken_for_a_model(
     (snapshot / "model.safetensors").unlink()
     assert find_prepared(settings(tmp_path, "org/tiny")) is None
     assert find_prepared(settings(tmp_path, "sim", "org/tiny")) == snapshot  # needs no weights
+
+
+def test_random_weights_need_no_weights(
+    tmp_path: Path, model_gguf: Path, other_gguf: Path, hub_cache: Callable[[Path], Path]
+) -> None:
+    path = prepare(settings(tmp_path, model_gguf, load_format="dummy"), quiet)
+    assert not (path / "model.safetensors").exists()
+    snapshot = hub_cache(path)
+    assert find_prepared(settings(tmp_path, "org/tiny", load_format="dummy")) == snapshot
+    (snapshot / "tokenizer.json").unlink()
+    assert find_prepared(settings(tmp_path, "org/tiny", load_format="dummy")) is None
+    made = prepare(settings(tmp_path, "org/tiny", other_gguf, load_format="dummy"), quiet)
+    assert load_tokenizer(made).token_to_id("<b>") == 257

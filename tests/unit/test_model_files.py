@@ -131,6 +131,7 @@ def test_broken_directories_are_one_line(tmp_path: Path) -> None:
         (model(tmp_path / "b", "[]"), "not a JSON object"),  # type: ignore[arg-type]
         (model(tmp_path / "c", {"vocab_size": 10}), "max_position_embeddings must be a positive"),
         (model(tmp_path / "d", CONFIG | {"vocab_size": True}), "vocab_size must be a positive"),
+        (model(tmp_path / "q", CONFIG | {"quantization_config": {"quant_method": "gptq"}}), "quantized by 'gptq'"),
         (model(tmp_path / "e", generation_config="\x00"), "cannot read .*generation_config.json"),
         (model(tmp_path / "f", tokenizer_config="[" * 100_000), "cannot read .*tokenizer_config.json"),
     ]
