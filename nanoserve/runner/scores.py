@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nanoserve.runner.sampler import row_sums, top_sorted
+from nanoserve.runner.draw import row_sums
 from nanoserve.sched.plan import TokenScores
 
 _ROWS_AT_ONCE = 64  # bounds the memory: a row of logits is up to 1 MB
@@ -35,9 +35,16 @@ def _score_rows(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> lis
     logprobs = _finite(chosen - normalizer)[:, 0].tolist()
     if not num_top:
         return [TokenScores(logprob, rank, [], []) for logprob, rank in zip(logprobs, ranks, strict=True)]
-    values, ids = top_sorted(logits, min(num_top + _SPARE, logits.shape[1]))
+    values, ids = _top_sorted(logits, min(num_top + _SPARE, logits.shape[1]))
     top_logprobs = _finite(values[:, :num_top] - normalizer).tolist()
     return [TokenScores(*row) for row in zip(logprobs, ranks, ids[:, :num_top].tolist(), top_logprobs, strict=True)]
+
+
+def _top_sorted(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `width` largest of each row and their ids, falling; equal values by rising id."""
+    ids = torch.topk(logits, width, dim=-1, sorted=False).indices.sort(dim=-1).values
+    values, order = torch.sort(logits.gather(1, ids), dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
 
 
 def _finite(logprobs: torch.Tensor) -> torch.Tensor:
