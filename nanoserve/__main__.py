@@ -5,6 +5,7 @@ Runs in the launcher process only. Imports stay inside the commands: `--help` mu
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ usage: nanoserve COMMAND [options]
 
   serve [MODEL]   start a server (the same as python -m nanoserve.launch_server)
   healthcheck     exit code 0 when a server on this machine is ready
+  bench NAME      a benchmark: serve, micro, detok, detok-table
   version         the version
 
 `nanoserve COMMAND --help` shows the options of a command.
@@ -33,6 +35,16 @@ def serve_command(argv: Sequence[str], *, prog: str = "nanoserve serve") -> int:
         return 1
 
 
+def bench_command(argv: Sequence[str]) -> int:
+    """Runs `nanoserve.bench.NAME` with the remaining arguments; returns the exit code."""
+    name = argv[0].replace("-", "_") if argv else ""
+    if name not in ("serve", "micro", "detok", "detok_table"):
+        sys.stderr.write(f"nanoserve: bench needs one of serve, micro, detok, detok-table\n{_USAGE}")
+        return 1
+    sys.argv[1:] = argv[1:]
+    return int(importlib.import_module(f"nanoserve.bench.{name}").main() or 0)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if command == "serve":
@@ -41,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from nanoserve.healthcheck import main as healthcheck
 
         return healthcheck(rest)
+    if command == "bench":
+        return bench_command(rest)
     if command in ("version", "--version"):
         from nanoserve import __version__
 

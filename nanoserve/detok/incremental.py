@@ -14,7 +14,8 @@ the new ids (`read`), and release the difference. What differs here:
   character, because `tokenizers` spoils a whole run, sent characters included, for one bad byte in it (ADR 0004).
 
 All rows of one drain cost two batch decodes, and the first one is mostly empty: how long the text of a context is, is
-known from the last step or from any stream that had the same context.
+known from the last step or from any stream that had the same context. What one token says after another one is
+remembered too (in bounded memory), which spares the other decode for the pairs of tokens that are most of any text.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class WindowDecoder:
         self._apart_or_special = self._apart | self._special
         self._anchor = find_anchor(tokenizer, self._apart_or_special)
         self._memo: dict[int | tuple[int, ...], int] = {}  # context -> its certain characters
+        self._pairs: dict[int | tuple[int, ...], str] = {}  # whole context and new token -> its text, where whole too
         self._strips_first_space = self._decode([[self._byte_id(0x20)]]) == [""] if self._byte_values else False
 
     def _byte_id(self, value: int) -> int:
@@ -130,50 +132,73 @@ class WindowDecoder:
         out: list[list[str] | None] = [None] * len(chunks)
         surr_rows: list[list[int]] = []
         read_rows: list[list[int]] = []
-        steps: list[tuple[int, TextStream, int, int]] = []  # (place, stream, chars or ~surr row, read row)
-        jobs: list[tuple[int, _Job]] = []
-        memo = self._memo
-        for place, chunk in enumerate(chunks):
-            stream, token_ids, _ = chunk
+        steps: list[tuple[int, TextStream, int]] = []  # (place, stream, characters of its context or ~surr row)
+        others: list[int] = []
+        apart, apart_or_special, memo, pairs = self._apart, self._apart_or_special, self._memo, self._pairs
+        for place, (stream, token_ids, _) in enumerate(chunks):
             context = stream.context
-            apart = self._apart_or_special if stream.skip_special else self._apart
-            if len(token_ids) != 1 or not context or stream.pending or token_ids[0] in apart:
-                job = self._plan(chunk)
-                self._lay_windows(job, surr_rows, read_rows)
-                jobs.append((place, job))
+            if (
+                len(token_ids) != 1
+                or not context
+                or stream.pending
+                or token_ids[0] in (apart_or_special if stream.skip_special else apart)
+            ):
+                others.append(place)
                 continue
             # One more text token, as in nearly every row of nearly every step.
             chars = stream.context_chars
-            if chars == _UNKNOWN:
-                known = memo.get(context[0] if len(context) == 1 else tuple(context))
-                if known is None:
+            if stream.clean == len(context):
+                known = pairs.get(_pair(context + token_ids) if stream.clean > 1 else context[0] << 32 | token_ids[0])
+                if known is not None:
+                    out[place] = [known]
+                    stream.context, stream.clean, stream.context_chars = token_ids, 1, _UNKNOWN
+                    continue
+            if chars < 0:
+                chars = memo.get(context[0] if len(context) == 1 else tuple(context), _UNKNOWN)
+                if chars < 0:
                     chars = ~len(surr_rows)
                     surr_rows.append(context)
-                else:
-                    chars = known
-            steps.append((place, stream, chars, len(read_rows)))
+            steps.append((place, stream, chars))
             read_rows.append(context + token_ids)
+        jobs = [(place, self._plan(chunks[place])) for place in others]
+        for _, job in jobs:
+            self._lay_windows(job, surr_rows, read_rows)
         surr_texts = self._texts(surr_rows)
         read_texts = self._texts(read_rows)
         self._remember(surr_rows, surr_texts)
-        holds = self._holds
-        for place, stream, chars, read in steps:
-            text = read_texts[read]
-            if text is None or (chars < 0 and surr_texts[~chars] is None):
-                continue
-            if chars < 0:
-                chars = len(self._certain(surr_texts[~chars] or ""))
-            held = holds and text[-1:] == REPLACEMENT
-            end = len(text) - held
-            out[place] = [text[chars:end]]
-            window = read_rows[read]
-            if held:
-                _grow(stream, window, max(chars, end))
-            else:
-                _begin_anew(stream, window)
+        self._finish_steps(out, steps, surr_texts, read_texts, read_rows)
         for place, job in jobs:
             out[place] = self._finish(job, surr_texts, read_texts)
         return out
+
+    def _finish_steps(
+        self,
+        out: list[list[str] | None],
+        steps: list[tuple[int, TextStream, int]],
+        surr_texts: list[str | None],
+        read_texts: list[str | None],
+        windows: list[list[int]],
+    ) -> None:
+        """The text of the rows with one token; they are the first of `read_texts` and `windows`."""
+        holds, pairs = self._holds, self._pairs
+        for (place, stream, chars), text, window in zip(steps, read_texts, windows, strict=False):
+            if chars < 0:
+                before = surr_texts[~chars]
+                if before is None:
+                    continue
+                chars = len(self._certain(before))
+            if text is None:
+                continue
+            if holds and text[-1:] == REPLACEMENT:
+                out[place] = [text[chars:-1]]
+                _grow(stream, window, max(chars, len(text) - 1))
+                continue
+            out[place] = [text[chars:]]
+            if stream.clean == len(window) - 1:
+                pairs[_pair(window)] = text[chars:]
+                stream.context, stream.clean, stream.context_chars = window[-1:], 1, _UNKNOWN
+            else:
+                _begin_anew(stream, window)
 
     def flush(self, stream: TextStream) -> str:
         left = stream.held or bool(stream.pending)
@@ -271,6 +296,8 @@ class WindowDecoder:
         """Contexts come back: a handful of tokens is most of any text."""
         if len(self._memo) > _MAX_MEMO:
             self._memo.clear()
+        if len(self._pairs) > _MAX_MEMO:
+            self._pairs.clear()
         for row, text in zip(surr_rows, surr_texts, strict=True):
             if text is not None and len(row) <= _CONTEXT:
                 self._memo[row[0] if len(row) == 1 else tuple(row)] = len(self._certain(text))
@@ -295,6 +322,11 @@ class WindowDecoder:
 
     def _decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         return self._tokenizer.decode_batch(rows, skip_special_tokens=False)
+
+
+def _pair(window: list[int]) -> int | tuple[int, ...]:
+    """A context and the id after it as a key; two ids are one number, which costs half."""
+    return window[0] << 32 | window[1] if len(window) == 2 else tuple(window)
 
 
 def _grow(stream: TextStream, window: list[int], chars: int) -> None:

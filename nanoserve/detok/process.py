@@ -7,6 +7,7 @@ engine for everything that lives, and every api drops the text that it has.
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import zmq
@@ -27,6 +28,8 @@ _IDLE_MS = 1000
 
 def run(config: ServerConfig, model_dir: Path, endpoints: Endpoints, link: ProcessLink) -> None:
     """Serves until a stop is requested. Raises StartupError when the tokenizer cannot be used."""
+    # Its batches are small: threads would cost more than they save, and take cores from the engine.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     manager = _load(config, model_dir, link)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: Inbox[TokenBatch] = Inbox(context, endpoints.detok(link.index), DetokInbox, wake_fd=link.stop_fd)

@@ -187,7 +187,7 @@ def test_a_drain_is_two_batch_decodes_whatever_its_size() -> None:
     decoder = WindowDecoder(counting)  # type: ignore[arg-type]
     streams = [decoder.open([1, 2, 3 + i], skip_special=i % 2 == 0) for i in range(64)]
     ids = byte_level().encode("The quick brown fox 🔥 jumps", add_special_tokens=False)
-    for step, most in enumerate((2, 2, 1)):  # what the same contexts are is known the third time
+    for step, most in enumerate((2, 2, 1)):  # what the same contexts say is known the third time
         calls = counting.calls
         decoder.decode([(stream, ids[:3] if i % 2 else ids[3:4], False) for i, stream in enumerate(streams)])
         assert counting.calls - calls == most, step
