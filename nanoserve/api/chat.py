@@ -138,10 +138,13 @@ class ChatFormat:
             response_id=response_id, created=self._head["created"], model=model.name, fingerprint=model.fingerprint
         )
         self._usage = UsageCounter(len(prompt.ids), valid.n)
+        self._is_plain = not (valid.return_token_ids or valid.continuous_usage or num_top is not None)
         self._started: set[int] = set()
 
     def frames(self, stream: RequestStream, piece: Piece) -> bytes:
         index = stream.index
+        if piece.finished is None and self._is_plain and index in self._started:
+            return self._frames.content(index, piece.text) if piece.text else b""
         self._usage.note(index, piece.num_output_tokens, piece.finished)
         usage = self._usage.totals() if self._valid.continuous_usage else None
         frame = b""

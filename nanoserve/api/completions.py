@@ -122,10 +122,13 @@ class CompletionFormat:
             response_id=response_id, created=self._head["created"], model=model.name, fingerprint=model.fingerprint
         )
         self._usage = UsageCounter(sum(len(prompt.ids) for prompt in prompts), valid.n)
+        self._is_plain = not (valid.return_token_ids or valid.continuous_usage or num_top is not None)
         self._states: dict[int, _ChoiceState] = {}
 
     def frames(self, stream: RequestStream, piece: Piece) -> bytes:
         index = stream.index
+        if piece.finished is None and self._is_plain and index in self._states:
+            return self._frames.content(index, piece.text) if piece.text else b""
         state = self._states.setdefault(index, _ChoiceState())
         self._usage.note(index, piece.num_output_tokens, piece.finished)
         usage = self._usage.totals() if self._valid.continuous_usage else None

@@ -6,6 +6,7 @@ However a response ends (done, error, client gone, deadline), `respond` ends its
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from nanoserve.api import sse
 from nanoserve.api.context import ApiContext
 from nanoserve.api.engine_client import ABORTED_WORD, NewRequest
 from nanoserve.api.errors import Unavailable, from_failure
+from nanoserve.api.event_writer import EventWriter
 from nanoserve.api.http import request_label
 from nanoserve.api.results import Choice, ResponseFormat
 from nanoserve.api.stream import Outlet, Piece, RequestStream
@@ -52,6 +54,8 @@ async def respond(request: web.Request, context: ApiContext, job: Job, form: Res
     try:
         streams.extend(context.client.submit(new, outlet) for new in job.requests)
         return await (exchange.stream() if job.stream else exchange.unary())
+    except ConnectionResetError:
+        raise asyncio.CancelledError from None  # a client that goes away is not a fault, and nobody reads an answer
     finally:
         context.pacer.remove(exchange)
         context.client.abort(streams, AbortCause.CLIENT_GONE)  # only those that still live: the client has gone
@@ -79,10 +83,11 @@ class Exchange:
         self._num_ended = 0
         self.labels = {job.label, request_label(request)} - {""}
         self._began_s = context.clock_s()
-        self._last_write_s = self._began_s
-        self._write_began_s = 0.0  # 0: no write is waiting for the client
         self._comment_due = False
         self._queue_expired = False
+        self._writer: EventWriter | None = None  # of a stream that has begun
+        self._signal: asyncio.Future[None] | None = None  # ends the wait of `stream`: all is said, or nobody reads
+        self._is_over = False
 
     async def unary(self) -> web.Response:
         choices = {stream.request_id: Choice(stream.index) for stream in self._streams}
@@ -97,17 +102,38 @@ class Exchange:
 
     async def stream(self) -> web.StreamResponse:
         pieces = await self._first_pieces()
-        response = web.StreamResponse(headers={**_SSE_HEADERS, **self._job.headers})
-        self._context.metrics.streams_open += 1
+        context = self._context
+        self._writer = writer = EventWriter(self._request, {**_SSE_HEADERS, **self._job.headers}, context.clock_s)
+        context.metrics.streams_open += 1
         try:
-            await response.prepare(self._request)
-            await self._write_all(response, pieces)
-            await response.write_eof()
-        except ConnectionResetError:
-            pass  # a client that goes away is not a fault; `respond` ends its requests
+            response = await writer.begin(self._encode(pieces))
+            while not self._is_over:
+                self._signal = asyncio.get_running_loop().create_future()
+                self._outlet.pump = self._pump
+                self._pump()
+                await self._signal
+                self._outlet.pump = None
+                if not self._is_over:
+                    await writer.drained()
+            await writer.finish()
         finally:
-            self._context.metrics.streams_open -= 1
+            self._outlet.pump = None
+            context.metrics.streams_open -= 1
         return response
+
+    def _pump(self) -> None:
+        """Writes what the streams have, in the turn of the loop that brought it; never waits."""
+        signal, writer = self._signal, self._writer
+        if signal is None or writer is None or signal.done():
+            return  # over, or nobody reads: text merges meanwhile
+        try:
+            data = self._encode([(stream, self._take(stream)) for stream in self._outlet.take_ready()])
+            reads = writer.send(data) if data else True
+        except Exception as error:
+            signal.set_exception(error)  # `stream` raises it: this request's own end
+            return
+        if self._is_over or not reads:
+            signal.set_result(None)
 
     async def _first_pieces(self) -> list[tuple[RequestStream, Piece]]:
         """Waits until nothing can be refused any more: every request accepted, and one has output.
@@ -126,38 +152,26 @@ class Exchange:
             ):
                 return pieces
 
-    async def _write_all(self, response: web.StreamResponse, pieces: list[tuple[RequestStream, Piece]]) -> None:
+    def _encode(self, pieces: list[tuple[RequestStream, Piece]]) -> bytes:
+        """All events that are due now; sets `_is_over` with the last ones."""
         form = self._form
-        while True:
-            parts: list[bytes] = []
-            for stream, piece in pieces:
-                if (error := _failure_of(piece)) is not None:
-                    await self._write(response, b"".join(parts) + form.failed(error))
-                    return
-                parts.append(form.frames(stream, piece))
-            if self._num_ended == len(self._streams):
-                parts.append(form.closing())
-            data = b"".join(parts)
-            if not data and self._comment_due:
-                data = sse.comment(self._waiting_words())
-            if data:
-                await self._write(response, data)
-            if self._num_ended == len(self._streams):
-                return
-            pieces = [(stream, self._take(stream)) for stream in await self._outlet.wait()]
-            if self._queue_expired:
-                await self._write(response, form.failed(self._queue_error()))
-                return
-
-    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
+        parts: list[bytes] = []
+        for stream, piece in pieces:
+            if (error := _failure_of(piece)) is not None:
+                self._is_over = True
+                return b"".join(parts) + form.failed(error)
+            parts.append(form.frames(stream, piece))
+        if self._num_ended == len(self._streams):
+            self._is_over = True
+            parts.append(form.closing())
+        elif self._queue_expired:
+            self._is_over = True
+            parts.append(form.failed(self._queue_error()))
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        if not data and self._comment_due:
+            data = sse.comment(self._waiting_words())
         self._comment_due = False
-        clock_s = self._context.clock_s
-        self._write_began_s = clock_s()
-        try:
-            await response.write(data)
-        finally:
-            self._last_write_s = clock_s()
-            self._write_began_s = 0.0
+        return data
 
     def _take(self, stream: RequestStream) -> Piece:
         piece = stream.take()
@@ -188,13 +202,10 @@ class Exchange:
     # ---- what happens because time has passed (called by the Pacer) ---------------------------------------
 
     def on_tick(self, now_s: float) -> None:
-        api = self._context.config.api
-        if self._write_began_s:
-            self._end_stuck_writer(now_s)
-            return
-        if self._job.stream and api.sse_keep_alive and now_s - self._last_write_s >= api.sse_keep_alive:
-            self._comment_due = True
-            self._outlet.wake()
+        if self._writer is not None:
+            self._look_at_writer(self._writer, now_s)
+        elif self._job.stream:
+            self._comment_if_silent(self._began_s, now_s)
         job = self._job
         if job.timeout_s is not None and now_s - self._began_s >= job.timeout_s:
             self._context.client.expire(self._streams)
@@ -203,14 +214,23 @@ class Exchange:
             if self._queue_expired:
                 self._outlet.wake()
 
-    def _end_stuck_writer(self, now_s: float) -> None:
+    def _comment_if_silent(self, since_s: float, now_s: float) -> None:
+        keep_alive_s = self._context.config.api.sse_keep_alive
+        if keep_alive_s and now_s - since_s >= keep_alive_s:
+            self._comment_due = True
+            self._outlet.wake()
+
+    def _look_at_writer(self, writer: EventWriter, now_s: float) -> None:
         """A client that does not read keeps only so much: beyond the cap or the time its connection is cut."""
+        if not writer.blocked_since_s:
+            self._comment_if_silent(writer.last_write_s, now_s)
+            return
         api = self._context.config.api
         pending = sum(stream.pending_chars for stream in self._streams)
-        too_long = api.write_timeout and now_s - self._write_began_s >= api.write_timeout
-        if (too_long or pending > api.stream_buffer_bytes) and self._request.transport is not None:
+        too_long = api.write_timeout and now_s - writer.blocked_since_s >= api.write_timeout
+        if too_long or pending > api.stream_buffer_bytes:
             self._context.metrics.slow_readers_cut += 1
-            self._request.transport.abort()
+            writer.cut()
 
 
 def _failure_of(piece: Piece) -> RequestError | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nanoserve.errors import ProtocolError
@@ -21,7 +21,10 @@ class StreamGapError(ProtocolError):
 
 @dataclass(slots=True)
 class Piece:
-    """What one request got since the last take. `num_output_tokens` counts all ids so far, these included."""
+    """What one request got since the last take. `num_output_tokens` counts all ids so far.
+
+    `token_ids` are those since the last take, for a stream that `wants_ids`; else empty.
+    """
 
     text: str
     token_ids: Sequence[int]
@@ -34,10 +37,12 @@ class Piece:
 class Outlet:
     """Where the requests of one HTTP response meet the one coroutine that writes it."""
 
-    __slots__ = ("_ready", "_waiter")
+    __slots__ = ("_is_scheduled", "_ready", "_waiter", "pump")
 
     def __init__(self) -> None:
+        self.pump: Callable[[], None] | None = None  # called soon instead of waking `wait`
         self._ready: list[RequestStream] = []
+        self._is_scheduled = False
         self._waiter: asyncio.Future[None] | None = None
 
     def notify(self, stream: RequestStream) -> None:
@@ -46,8 +51,12 @@ class Outlet:
         self.wake()
 
     def wake(self) -> None:
-        """Ends a `wait` early, with whatever is ready."""
-        if self._waiter is not None and not self._waiter.done():
+        """Ends a `wait` early, with whatever is ready; or has the pump run, once for all that this turn brings."""
+        if self.pump is not None:
+            if not self._is_scheduled:
+                self._is_scheduled = True
+                asyncio.get_running_loop().call_soon(self._run_pump)
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait(self) -> list[RequestStream]:
@@ -58,8 +67,17 @@ class Outlet:
                 await self._waiter
             finally:
                 self._waiter = None
+        return self.take_ready()
+
+    def take_ready(self) -> list[RequestStream]:
+        """The streams that have a piece, each once."""
         ready, self._ready = self._ready, []
         return ready
+
+    def _run_pump(self) -> None:
+        self._is_scheduled = False
+        if self.pump is not None:
+            self.pump()
 
 
 class RequestStream:
@@ -178,7 +196,7 @@ class RequestStream:
         self._queued = False
         piece = Piece(
             text="".join(self._texts),
-            token_ids=self.output_ids[self._num_taken :],
+            token_ids=self.output_ids[self._num_taken :] if self.wants_ids else (),
             logprobs=self._logprobs,
             prompt_logprobs=self._prompt_logprobs,
             num_output_tokens=len(self.output_ids),

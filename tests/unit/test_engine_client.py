@@ -130,7 +130,7 @@ def make_stream(**options: Any) -> tuple[RequestStream, Outlet]:
 )
 def test_any_delivery_with_repeats_gives_the_text_once(text: str, rows: list[tuple[int, int, bool]]) -> None:
     """Rows may overlap and repeat in any way; as long as none is missing the stream is exact."""
-    stream, _ = make_stream()
+    stream, _ = make_stream(wants_ids=True)
     shown: list[str] = []
     ids: list[int] = []
     for start, length, take in [*rows, (0, len(text), True)]:
