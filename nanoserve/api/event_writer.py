@@ -1,0 +1,66 @@
+"""Writes the events of one response straight into its transport.
+
+Owner process: api, used by `respond` only. A wake-up of a task and a future per event cost more than the event itself,
+so after the headers `send` is called from the loop's turn that brought the text. A client that does not read makes
+`send` return False; the writer then waits in `drained` while text merges in the streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+
+_HIGH_WATER_BYTES = 64 * 1024  # the transport pauses its writer there
+
+
+class EventWriter:
+    """One response of `text/event-stream`."""
+
+    __slots__ = ("_chunked", "_clock_s", "_request", "_response", "blocked_since_s", "last_write_s")
+
+    def __init__(self, request: web.Request, headers: dict[str, str], clock_s: Callable[[], float]) -> None:
+        self._request = request
+        self._response = web.StreamResponse(headers=headers)
+        self._clock_s = clock_s
+        self._chunked = False
+        self.last_write_s = clock_s()
+        self.blocked_since_s = 0.0  # 0: the client reads
+
+    async def begin(self, data: bytes) -> web.StreamResponse:
+        """Sends the headers and the first events, if there are any, in one write."""
+        response = self._response
+        await response.prepare(self._request)
+        self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
+        if data:
+            await response.write(data)
+        else:
+            self._request.writer.send_headers()
+        self.last_write_s = self._clock_s()
+        return response
+
+    def send(self, data: bytes) -> bool:
+        """Queues events. False when the client has to read first; ConnectionResetError when it has gone."""
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client has gone")
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        self.last_write_s = self._clock_s()
+        if transport.get_write_buffer_size() <= _HIGH_WATER_BYTES:
+            return True
+        self.blocked_since_s = self.last_write_s
+        return False
+
+    async def drained(self) -> None:
+        """Returns when the client has read enough."""
+        await self._request.writer.drain()
+        self.blocked_since_s = 0.0
+
+    async def finish(self) -> None:
+        """Ends the body; the connection stays usable."""
+        await self._response.write_eof()
+
+    def cut(self) -> None:
+        """Ends the connection without a word: the client does not read anyway."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
