@@ -76,13 +76,17 @@ class StopSignal:
 class Link:
     """Implements `nanoserve.ipc.link.ProcessLink`. Thread-safe: the loop and the pulse thread both send."""
 
-    def __init__(self, name: str, index: int, incarnation: int, outbox: Outbox, watchdog: LoopWatchdog) -> None:
+    def __init__(
+        self, name: str, index: int, incarnation: int, outbox: Outbox, watchdog: LoopWatchdog, *, is_alone: bool = False
+    ) -> None:
+        self.is_alone = is_alone
         self.name = name
         self.index = index
         self.incarnation = incarnation
         self.watchdog: Watchdog = watchdog
         self._loop = watchdog
         self.is_ready = False
+        self._announcement: Ready | None = None
         self._stop = StopSignal()
         self._outbox = outbox
         self._lock = threading.Lock()
@@ -102,7 +106,8 @@ class Link:
 
     def ready(self, engine: EngineFacts | None = None, *, ring_turned: bool = False) -> None:
         """Tells the supervisor; from the first call on the watchdog watches."""
-        self._send(Ready(self.name, self.incarnation, os.getpid(), engine=engine, ring_turned=ring_turned))
+        self._announcement = Ready(self.name, self.incarnation, os.getpid(), engine=engine, ring_turned=ring_turned)
+        self._send(self._announcement)
         if not self.is_ready:
             # What has been loaded stays for life: out of the collector's sight, so that it never pauses for it.
             gc.collect()
@@ -117,6 +122,8 @@ class Link:
         late = self._loop.check(now) if self.is_ready else 0.0
         doing = self._loop.doing
         self._send(Heartbeat(self.name, self.incarnation, late_s=late, doing=doing[0] if doing else ""))
+        if self.is_alone and self._announcement is not None:
+            self._send(self._announcement)  # whoever listens may have been started a moment ago
         if now >= self._usage_due:
             self._usage_due = now + _USAGE_LINE_S
             _log.info("%s", self._usage.line())
@@ -164,6 +171,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--incarnation", type=int, default=1)
     parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--config-file", type=Path, required=True)
     parser.add_argument("--model-dir", default="")
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--death-fd", type=int, required=True)
@@ -177,7 +185,7 @@ def main(argv: list[str]) -> int:
     name = f"{options.role}-{options.index}"
     setproctitle.setproctitle(f"nanoserve: {name}")
     endpoints = Endpoints(run_dir=options.run_dir)
-    config = msgspec.json.decode(endpoints.config_file.read_bytes(), type=ServerConfig)
+    config = msgspec.json.decode(options.config_file.read_bytes(), type=ServerConfig)
     directory = Path(config.obs.log_dir or endpoints.run_dir)
     setup_logging(name, directory, config.obs.log_level, child=True)
     faulthandler.enable(file=sys.stderr, all_threads=True)
@@ -186,7 +194,8 @@ def main(argv: list[str]) -> int:
     )
     context = zmq.Context()
     outbox = Outbox(context, endpoints.supervisor())
-    link = Link(name, options.index, options.incarnation, outbox, watchdog)
+    is_alone = config.processes.role in ("engine", "detok")
+    link = Link(name, options.index, options.incarnation, outbox, watchdog, is_alone=is_alone)
     ended = threading.Event()
     pulse = threading.Thread(target=_beat, args=(link, ended), name="pulse", daemon=True)
     pulse.start()

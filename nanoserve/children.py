@@ -31,9 +31,10 @@ class Child:
     role: str
     index: int
     incarnation: int
-    process: subprocess.Popen[bytes]
-    pidfd: int
+    pid: int
     log: Path
+    process: subprocess.Popen[bytes] | None = None  # None: started by somebody else (`--role`), known by its messages
+    pidfd: int = -1
     state: str = STARTING
     stage: str = ""
     progress: float = 0.0
@@ -49,12 +50,9 @@ class Child:
         return f"{self.role}-{self.index}"
 
     @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self.state != DEAD
+    def is_ours(self) -> bool:
+        """Whether it is a living child of this supervisor."""
+        return self.process is not None and self.state != DEAD
 
     def facts(self) -> ProcessFacts:
         return ProcessFacts(self.name, self.pid, self.incarnation, self.state, self.started_ns)
@@ -68,11 +66,13 @@ class Child:
         return True
 
     def send_signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
 
     def reap(self) -> int:
         """Collects the exit status of a process that has ended; negative for a signal, as subprocess has it."""
+        assert self.process is not None
         code = self.process.wait()
         os.close(self.pidfd)
         self.state = DEAD
@@ -92,8 +92,11 @@ def describe_exit(code: int) -> str:
 class Spawner:
     """Starts children that all know the same run directory, configuration and listening socket."""
 
-    def __init__(self, config: ServerConfig, endpoints: Endpoints, listen_socket: socket.socket) -> None:
+    def __init__(
+        self, config: ServerConfig, endpoints: Endpoints, config_file: Path, listen_socket: socket.socket | None = None
+    ) -> None:
         self._config = config
+        self._config_file = config_file
         self._endpoints = endpoints
         self._listen_socket = listen_socket
         self._death_fd, self._alive_fd = os.pipe()
@@ -106,9 +109,10 @@ class Spawner:
         """Starts one process; OSError when the system cannot."""
         command = [sys.executable, "-m", "nanoserve.child", role, "--index", str(index)]
         command += ["--incarnation", str(incarnation), "--run-dir", str(self._endpoints.run_dir)]
+        command += ["--config-file", str(self._config_file)]
         command += ["--model-dir", model_dir, "--parent", str(os.getpid()), "--death-fd", str(self._death_fd)]
         inherited = [self._death_fd]
-        if role == "api":
+        if role == "api" and self._listen_socket is not None:
             command += ["--listen-fd", str(self._listen_socket.fileno())]
             inherited.append(self._listen_socket.fileno())
         process = subprocess.Popen(
@@ -119,7 +123,8 @@ class Spawner:
             env=self._environment(role),
         )
         pidfd = os.pidfd_open(process.pid)
-        return Child(role, index, incarnation, process, pidfd, log_file(self.log_dir, f"{role}-{index}"))
+        log = log_file(self.log_dir, f"{role}-{index}")
+        return Child(role, index, incarnation, process.pid, log, process, pidfd)
 
     def _environment(self, role: str) -> dict[str, str]:
         """Thread pools: the engine computes, the others must not take cores from it."""

@@ -180,6 +180,17 @@ class ObsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessConfig:
+    """Which of the processes run here."""
+
+    role: str = option(
+        "all", "api, engine, detok: only this one, so that a container runtime can run and restart each by itself",
+        choices=("all", "api", "engine", "detok"),
+    )  # fmt: skip
+    run_dir: str = option("", "with --role: the directory where the processes meet, the same for all of them")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """The whole tree. `nanoserve.cli.load_config` builds it; `msgspec.json` carries it to the children."""
 
@@ -191,6 +202,7 @@ class ServerConfig:
     detok: DetokConfig = field(default_factory=DetokConfig)
     api: ApiConfig = field(default_factory=ApiConfig)
     obs: ObsConfig = field(default_factory=ObsConfig)
+    processes: ProcessConfig = field(default_factory=ProcessConfig)
 
     @property
     def is_sim(self) -> bool:

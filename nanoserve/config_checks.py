@@ -26,6 +26,8 @@ def check_config(config: ServerConfig) -> None:
         raise ConfigError("--watchdog-hard must be longer than --watchdog-soft, or 0")
     if config.model.chat_template and not Path(config.model.chat_template).is_file():
         raise ConfigError(f"--chat-template {config.model.chat_template}: no such file")
+    if (config.processes.role == "all") != (not config.processes.run_dir):
+        raise ConfigError("--role api|engine|detok and --run-dir belong together")
     for text in obs.fault:
         parse_fault(text)
     if obs.log_dir and Path(obs.log_dir).exists() and not Path(obs.log_dir).is_dir():

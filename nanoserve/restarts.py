@@ -31,3 +31,32 @@ class RestartBudget:
         if len(recent) == 1:
             return 0.0
         return min(_FIRST_BACKOFF_S * 2.0 ** min(len(recent) - 2, 16), _LONGEST_BACKOFF_S)
+
+
+class RestartPlan:
+    """The restarts that wait for their time."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self._budget = RestartBudget(max_restarts)
+        self._due: dict[str, float] = {}
+
+    def add(self, name: str, now: float) -> float | None:
+        """Plans a restart: seconds until then, or None when the budget is spent."""
+        wait_s = self._budget.spend(name, now)
+        if wait_s is not None:
+            self._due[name] = now + wait_s
+        return wait_s
+
+    def take_due(self, now: float) -> list[str]:
+        names = [name for name, due in self._due.items() if due <= now]
+        for name in names:
+            del self._due[name]
+        return names
+
+    def patience_ms(self, now: float, most_ms: int) -> int:
+        """For how long nothing is due, at most `most_ms`, at least one."""
+        soonest_s = min(self._due.values(), default=now + most_ms / 1000) - now
+        return max(1, min(most_ms, int(soonest_s * 1000) + 1))
+
+    def clear(self) -> None:
+        self._due.clear()

@@ -23,11 +23,11 @@ import msgspec
 import zmq
 
 from nanoserve import __version__
-from nanoserve.children import READY, RESTARTING, STALLED, STARTING, Child, Spawner, describe_exit
+from nanoserve.children import READY, RESTARTING, STARTING, Child, Spawner, describe_exit
 from nanoserve.config import ServerConfig
 from nanoserve.errors import StartupError
 from nanoserve.ipc.channels import Inbox, Outbox
-from nanoserve.ipc.endpoints import Endpoints, create_run_dir, remove_run_dir
+from nanoserve.ipc.endpoints import Endpoints, create_run_dir, next_life, remove_run_dir, shared_run_dir
 from nanoserve.ipc.link import EXIT_STREAMS_CUT
 from nanoserve.ipc.messages import (
     PROTOCOL_VERSION,
@@ -40,7 +40,8 @@ from nanoserve.ipc.messages import (
 from nanoserve.listening import listen
 from nanoserve.obs.logs import last_lines, setup_logging
 from nanoserve.obs.terminal import Terminal, base_url, ready_lines
-from nanoserve.restarts import RestartBudget
+from nanoserve.restarts import RestartPlan
+from nanoserve.roles import serve_role
 from nanoserve.status_board import StatusBoard
 from nanoserve.wakeups import ChildTable, Wakeups
 
@@ -48,8 +49,6 @@ _log = logging.getLogger(__name__)
 
 EXIT_CHILD_DIED = 70
 _TURN_MS = 500
-# A pulse comes every half second. /health must tell the truth within two seconds.
-_SILENT_S = 1.6
 _STOP_GRACE_S = 5.0  # for a part that has nothing left to do
 _STOP_ORDER = ("api", "detok", "engine", "prepare")  # against the ring, so that nobody talks to the dead
 
@@ -70,7 +69,7 @@ class Supervisor:
         self._endpoints = endpoints
         self._sock = sock
         self._terminal = terminal
-        self._spawner = Spawner(config, endpoints, sock)
+        self._spawner = Spawner(config, endpoints, endpoints.config_file, sock)
         self._wakeups = Wakeups()
         self._context = zmq.Context()
         self._inbox: Inbox[SupervisorInbox] = Inbox(
@@ -79,8 +78,7 @@ class Supervisor:
         self._board = StatusBoard(self._context, endpoints, config.api.api_workers)
         self._engine = Outbox(self._context, endpoints.engine())
         self._children = ChildTable(self._wakeups)
-        self._budget = RestartBudget(config.obs.max_restarts)
-        self._due: dict[str, float] = {}  # restarts that wait: process name -> monotonic time
+        self._restarts = RestartPlan(config.obs.max_restarts)
         self._stopping = False
         self._begun = time.monotonic()
 
@@ -115,12 +113,22 @@ class Supervisor:
 
     def _start_ring(self, model_dir: Path) -> None:
         self._publish(stage="loading", progress=0.0, model_dir=str(model_dir))
-        self._spawn("engine", 0)
-        self._spawn("detok", 0)
+        if not self._is_api_alone:
+            self._spawn("engine", 0)
+            self._spawn("detok", 0)
+
+    @property
+    def _is_api_alone(self) -> bool:
+        """With `--role api` the other processes are somebody else's children; they tell us what they do."""
+        return self._config.processes.role == "api"
 
     def _spawn(self, role: str, index: int) -> None:
-        last = self._children.get(f"{role}-{index}")
-        child = self._spawner.start(role, index, last.incarnation + 1 if last else 1, self._board.status.model_dir)
+        name = f"{role}-{index}"
+        last = self._children.get(name)
+        life = next_life(self._endpoints, name) if self._is_api_alone else last.incarnation + 1 if last else 1
+        child = self._spawner.start(role, index, life, self._board.status.model_dir)
+        if role == "api" and life > 1:
+            self._engine.send(ApiGone(index, life - 1))
         child.state = RESTARTING if last else STARTING
         _log.info("started %s, pid %d, incarnation %d", child.name, child.pid, child.incarnation)
         self._children.add(child)
@@ -128,60 +136,35 @@ class Supervisor:
 
     def _turn(self) -> None:
         """One wait: messages, ends of children, restarts that are due, deadlines."""
-        self._pump(self._patience_ms())
+        self._pump(self._restarts.patience_ms(time.monotonic(), _TURN_MS))
         for child, code in self._children.reap():
             self._on_death(child, code)
         self._restart_due()
-        if self._board.status.stage != "ready":
+        if self._board.status.stage != "ready" and not self._is_api_alone:
             self._check_start()
-        self._check_pulses()
-
-    def _patience_ms(self) -> int:
-        due = min(self._due.values(), default=float("inf")) - time.monotonic()
-        return max(1, min(_TURN_MS, int(min(due, 60.0) * 1000) + 1))
+        if self._children.check_pulses(time.monotonic(), self._config.obs.watchdog_hard):
+            self._publish()
 
     def _on_death(self, child: Child, code: int) -> None:
         """Plans a restart. ChildDied when there is none left, or the process never was ready in its first life."""
         if child.role == "prepare" and code == 0:
             return
         if child.role == "api":
-            self._engine.send(ApiGone(child.index, child.incarnation))
+            self._engine.send(ApiGone(child.index, child.incarnation))  # at once, not when it is back
         if child.role == "engine" and code in (-signal.SIGKILL, -signal.SIGTERM) and not child.condemned:
             self._endpoints.step_record(child.index).unlink(missing_ok=True)  # no request is to blame
-        now = time.monotonic()
         was_ready = child.ready_once or child.incarnation > 1
-        wait_s = self._budget.spend(child.name, now) if was_ready else None
+        wait_s = self._restarts.add(child.name, time.monotonic()) if was_ready else None
         if wait_s is None:
             raise ChildDied(child, code)
-        self._due[child.name] = now + wait_s
         again = f" in {wait_s:.1f} s" if wait_s else ""
         self._terminal.line(f"{child.name} (pid {child.pid}) ended with {describe_exit(code)}, restarting{again}")
         self._publish()
 
     def _restart_due(self) -> None:
-        now = time.monotonic()
-        for name in [name for name, due in self._due.items() if due <= now]:
-            del self._due[name]
+        for name in self._restarts.take_due(time.monotonic()):
             role, _, index = name.rpartition("-")
             self._spawn(role, int(index))
-
-    def _check_pulses(self) -> None:
-        """Readiness is bad while a process is stopped or stuck; one that stays silent for good is ended."""
-        now = time.monotonic()
-        for child in self._children.living("api", "engine", "detok"):
-            if child.state not in (READY, STALLED):
-                continue
-            silent = now - child.heard
-            stalled = silent > _SILENT_S or child.late_s > _SILENT_S
-            if stalled != (child.state == STALLED):
-                child.state = STALLED if stalled else READY
-                _log.warning("%s is %s (silent %.1f s, late %.1f s)", child.name, child.state, silent, child.late_s)
-                self._publish()
-            hard = self._config.obs.watchdog_hard
-            if hard and silent > hard + _SILENT_S:
-                _log.error("%s gave no sign of life for %.0f s: it is ended", child.name, silent)
-                child.condemned = True
-                child.send_signal(signal.SIGKILL)
 
     def _check_start(self) -> None:
         if time.monotonic() - self._begun > self._config.obs.startup_timeout:
@@ -197,6 +180,8 @@ class Supervisor:
         self._inbox.wait(timeout_ms)
         for message in self._inbox.drain():
             child = self._children.get(message.name)
+            if self._is_api_alone and (child is None or message.incarnation > child.incarnation):
+                child = self._children.meet(message, self._spawner.log_dir)
             if child is None or child.incarnation != message.incarnation:
                 continue  # a last word of an earlier life
             child.heard = time.monotonic()
@@ -205,7 +190,7 @@ class Supervisor:
             elif isinstance(message, Ready):
                 self._on_ready(child, message)
             elif isinstance(message, StartFailed) and not self._stopping:
-                if child.incarnation == 1:
+                if child.incarnation == 1 and child.is_ours:
                     raise StartupError(f"{child.name}: {message.message}")
                 self._terminal.line(f"{child.name} cannot start: {message.message}")
 
@@ -219,9 +204,11 @@ class Supervisor:
     def _on_ready(self, child: Child, message: Ready) -> None:
         if message.protocol_version != PROTOCOL_VERSION:
             raise StartupError(f"{child.name} speaks protocol {message.protocol_version}, not {PROTOCOL_VERSION}")
-        if child.state != READY and child.incarnation > 1:
-            self._terminal.line(f"{child.name} (pid {child.pid}) is back, life {child.incarnation}")
-        child.state, child.ready_once = READY, True
+        child.pid = message.pid
+        if not child.ready_once:
+            if child.incarnation > 1:
+                self._terminal.line(f"{child.name} (pid {child.pid}) is back, life {child.incarnation}")
+            child.state, child.ready_once = READY, True
         engine = message.engine or self._board.status.engine
         if message.ring_turned and self._board.status.stage != "ready":
             self._publish(stage="ready", progress=1.0, engine=engine)
@@ -252,7 +239,7 @@ class Supervisor:
             child.send_signal(signal.SIGTERM)
         codes, finished = self._wait_for_end(apis, self._config.api.drain_timeout + _STOP_GRACE_S)
         in_time = finished and not any(codes)
-        self._due.clear()
+        self._restarts.clear()
         for role in _STOP_ORDER[1:]:
             children = self._children.living(role)
             for child in children:
@@ -285,15 +272,15 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
         codes: list[int] = []
         told = time.monotonic()
-        while any(child.alive for child in children):
+        while any(child.is_ours for child in children):
             now = time.monotonic()
             if now >= deadline or self._wakeups.stops >= 2:
                 return codes, False
             if now - told >= 5.0:
                 told = now
-                waiting = ", ".join(child.name for child in children if child.alive)
+                waiting = ", ".join(child.name for child in children if child.is_ours)
                 self._terminal.line(f"waiting for {waiting}, at most {deadline - now:.0f} s more")
-            self._pump(max(1, min(self._patience_ms(), int((deadline - now) * 1000))))
+            self._pump(max(1, min(self._restarts.patience_ms(now, _TURN_MS), int((deadline - now) * 1000))))
             for child, code in self._children.reap():
                 if child in children:
                     codes.append(code)
@@ -313,9 +300,12 @@ class Supervisor:
 
 def serve(config: ServerConfig) -> int:
     """Runs a server until it is told to stop or fails; returns the exit code. StartupError: one line."""
+    if config.processes.role in ("engine", "detok"):
+        return serve_role(config)
     terminal = Terminal()
     with contextlib.closing(listen(config.api.host, config.api.port)) as sock:
-        endpoints = create_run_dir()
+        run_dir = config.processes.run_dir
+        endpoints = shared_run_dir(Path(run_dir)) if run_dir else create_run_dir()
         try:
             endpoints.config_file.write_bytes(msgspec.json.encode(config))
             directory = Path(config.obs.log_dir or endpoints.run_dir)
@@ -328,4 +318,5 @@ def serve(config: ServerConfig) -> int:
             terminal.line(f"nanoserve {__version__}, pid {os.getpid()}, listening on {url}")
             return Supervisor(config, endpoints, sock, terminal).run()
         finally:
-            remove_run_dir(endpoints)
+            if not run_dir:
+                remove_run_dir(endpoints)

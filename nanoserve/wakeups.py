@@ -1,12 +1,20 @@
-"""What the supervisor waits on besides messages: the ends of its children and the operator's signals."""
+"""What the supervisor waits on besides messages: signals of the operator, ends of its children, their silence."""
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
+from pathlib import Path
 
-from nanoserve.children import Child
+from nanoserve.children import READY, RESTARTING, STALLED, STARTING, Child
+from nanoserve.ipc.messages import SupervisorInbox
+from nanoserve.obs.logs import log_file
+
+_log = logging.getLogger(__name__)
+
+SILENT_S = 1.6  # a pulse comes every half second, and health must tell the truth within two seconds
 
 
 class Wakeups:
@@ -51,7 +59,8 @@ class ChildTable:
         self._children: dict[str, Child] = {}
 
     def add(self, child: Child) -> None:
-        self._wakeups.watch(child)
+        if child.is_ours:
+            self._wakeups.watch(child)
         self._children[child.name] = child
 
     def get(self, name: str) -> Child | None:
@@ -61,14 +70,44 @@ class ChildTable:
         return list(self._children.values())
 
     def living(self, *roles: str) -> list[Child]:
-        return [child for child in self._children.values() if child.alive and child.role in roles]
+        return [child for child in self._children.values() if child.is_ours and child.role in roles]
 
     def reap(self) -> list[tuple[Child, int]]:
         """Children that have ended since the last call, with their exit codes."""
         ended = self._wakeups.ended()
-        return [(child, child.reap()) for child in self._children.values() if child.alive and child.pidfd in ended]
+        return [(child, child.reap()) for child in self._children.values() if child.is_ours and child.pidfd in ended]
 
     def kill(self, *roles: str) -> None:
         for child in self.living(*roles):
             child.send_signal(signal.SIGKILL)
             child.reap()
+
+    def meet(self, message: SupervisorInbox, log_dir: Path) -> Child | None:
+        """A new life of a process that somebody else has started (`--role`); None where that cannot be."""
+        role, _, index = message.name.rpartition("-")
+        if role not in ("engine", "detok"):
+            return None
+        state = STARTING if message.incarnation == 1 else RESTARTING
+        child = Child(role, int(index), message.incarnation, 0, log_file(log_dir, message.name), state=state)
+        self._children[child.name] = child
+        return child
+
+    def check_pulses(self, now: float, hard_s: float) -> bool:
+        """Marks processes that are stopped or stuck; True when anything changed.
+
+        One of ours that stays silent for `hard_s` (0: for ever) is ended: its own watchdog cannot run any more.
+        """
+        changed = False
+        for child in self._children.values():
+            if child.state not in (READY, STALLED):
+                continue
+            silent = now - child.heard
+            state = STALLED if max(silent, child.late_s) > SILENT_S else READY
+            if state != child.state:
+                child.state, changed = state, True
+                _log.warning("%s is %s (silent %.1f s, late %.1f s)", child.name, state, silent, child.late_s)
+            if hard_s and silent > hard_s + SILENT_S and not child.condemned:
+                _log.error("%s gave no sign of life for %.0f s: it is ended", child.name, silent)
+                child.condemned = True
+                child.send_signal(signal.SIGKILL)
+        return changed

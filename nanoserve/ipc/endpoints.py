@@ -62,5 +62,28 @@ def create_run_dir(parent: Path | None = None) -> Endpoints:
     raise StartupError("no writable directory with a path short enough for Unix sockets")
 
 
+def shared_run_dir(path: Path) -> Endpoints:
+    """The directory of processes that are started one by one; made when it is not there. StartupError."""
+    run_dir = path.absolute()
+    if len(os.fsencode(str(run_dir))) + len(_LONGEST_NAME) > _MAX_SOCKET_PATH:
+        raise StartupError(f"--run-dir {run_dir}: the path is too long for Unix sockets")
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(f"--run-dir {run_dir}: {error.strerror}") from None
+    return Endpoints(run_dir=run_dir)
+
+
+def next_life(endpoints: Endpoints, name: str) -> int:
+    """The incarnation of a process that is started by itself: one more than the last one's, counted in a file."""
+    path = endpoints.run_dir / f"{name}.life"
+    try:
+        life = int(path.read_text()) + 1
+    except (OSError, ValueError):
+        life = 1
+    path.write_text(str(life))
+    return life
+
+
 def remove_run_dir(endpoints: Endpoints) -> None:
     shutil.rmtree(endpoints.run_dir, ignore_errors=True)

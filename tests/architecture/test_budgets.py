@@ -20,7 +20,9 @@ BIG_CLASSES = {
     "Scheduler": (SELF_ATTRIBUTES, 24),  # many small private methods, few attributes
 }
 # Where a whole process is built from its parts.
-WIRING = {"nanoserve/api/process.py": 20, "nanoserve/engine/process.py": 20, "nanoserve/runner/executor.py": 20}
+WIRING = dict.fromkeys(
+    (f"nanoserve/{name}.py" for name in ("api/process", "engine/process", "runner/executor", "supervisor")), 20
+)
 
 
 def functions(module: Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

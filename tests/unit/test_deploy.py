@@ -91,11 +91,24 @@ def test_the_build_context_holds_what_the_image_copies() -> None:
     assert all((REPOSITORY / name).exists() for name in copied)
 
 
+@pytest.mark.parametrize("role", ["api", "engine", "detok"])
+def test_one_container_per_process_runs_its_role_in_the_shared_directory(role: str) -> None:
+    parts = yaml.safe_load((DEPLOY / "docker-compose.roles.yml").read_text())["services"][role]
+    environment = {name: value.replace("/app/", f"{REPOSITORY}/") for name, value in parts["environment"].items()}
+    config = load_config(arguments(parts["command"]), environment | {"NANOSERVE_MODEL": "sim"})
+    assert config.processes.role == role
+    assert any(config.processes.run_dir.startswith(volume.split(":")[1]) for volume in parts["volumes"])
+    assert parts["restart"] == "always" and parts["read_only"] is True
+    if role == "api":
+        assert set(parts["depends_on"]) == {"engine", "detok"}
+        assert seconds(parts["stop_grace_period"]) > config.api.drain_timeout + 10
+
+
 def test_compose_accepts_the_files() -> None:
     docker = shutil.which("docker")
     if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode:
         pytest.skip("no docker compose here")
-    for files in (COMPOSE_FILES[:1], COMPOSE_FILES):
+    for files in (COMPOSE_FILES[:1], COMPOSE_FILES, ["docker-compose.roles.yml"]):
         flags = [word for name in files for word in ("-f", str(DEPLOY / name))]
         done = subprocess.run(
             [docker, "compose", *flags, "config", "--quiet"], capture_output=True, text=True, timeout=60, check=False
