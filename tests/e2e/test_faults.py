@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import StartServer
+from tests.conftest import StartServer
 from tests.e2e.harness import Server, wait_until
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.e2e.conftest import StartServer
+from tests.conftest import StartServer
 from tests.e2e.harness import Server, is_alive, wait_until
 
 pytestmark = pytest.mark.slow

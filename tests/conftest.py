@@ -1,4 +1,4 @@
-"""Servers for the end-to-end tests. The shared ones start once a session: starting costs seconds, asking does not."""
+"""Servers for tests against real processes. The shared ones start once a session: starting costs, asking does not."""
 
 from __future__ import annotations
 
