@@ -139,6 +139,7 @@ class RequestTable:
         if len(ids) > self._columns.token_ids.shape[1]:
             return "the request is longer than the context"
         named = [min(ids), max(ids), *sampling.logit_bias, *request.suppressed_until_min_tokens]
+        named += [token for word in sampling.bad_words for token in word]
         if min(named) < 0 or max(named) >= self._vocab_size:
             return "a token id is outside the vocabulary"
         return ""

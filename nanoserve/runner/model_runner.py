@@ -16,6 +16,8 @@ from nanoserve.runner.sampler import Sampled, sample
 from nanoserve.runner.scores import score_tokens
 from nanoserve.sched.plan import RowError, StepPlan, StepResult, StepTimes, TokenScores
 
+_NOTHING_TO_DRAW = "no token can be drawn: the logits are not numbers, or every id is ruled out"
+
 
 class ModelRunner:
     """`Executor` over one backend, whose KV memory is already allocated."""
@@ -70,7 +72,7 @@ class ModelRunner:
         plan_index = rows.plan_index[rows.sampled]
         good = ~sampled.broken
         for index in plan_index[sampled.broken].tolist():
-            result.errors.append(RowError(plan.rows[index].request_id, "the model's output is not a number"))
+            result.errors.append(RowError(plan.rows[index].request_id, _NOTHING_TO_DRAW))
         for index in plan_index[good].tolist():
             result.num_tokens[index] = 1
         result.token_ids = sampled.token_ids[good].tolist()

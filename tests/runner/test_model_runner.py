@@ -132,6 +132,7 @@ def test_min_tokens_masks_the_ends(reference):
         {"prompt": [5, tiny.VOCAB]},
         {"prompt": [-1]},
         {"prompt": [5], "logit_bias": {tiny.VOCAB: 1.0}},
+        {"prompt": [5], "bad_words": ((4, tiny.VOCAB),)},
         {"prompt": [5] * 600},
     ],
 )
