@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import inspect
 import json
 import os
 import subprocess
@@ -23,6 +22,8 @@ from pathlib import Path
 import msgspec
 from tokenizers.decoders import DecodeStream
 
+from nanoserve.bench.detok_frames import STEPS, frames, streams_of, text
+from nanoserve.bench.detok_process import measure_process
 from nanoserve.bench.stats import percentile, spread
 from nanoserve.config import DetokConfig, ModelConfig, ServerConfig
 from nanoserve.detok.byte_decoder import ByteDecoder
@@ -30,40 +31,17 @@ from nanoserve.detok.incremental import Decoder, WindowDecoder
 from nanoserve.detok.manager import DetokManager
 from nanoserve.detok.token_table import TokenTable, build_table
 from nanoserve.hub.resolve import prepare
-from nanoserve.ipc.columns import pack_ids
-from nanoserve.ipc.messages import EngineStats, Opened, TextSpec, TokenBatch
+from nanoserve.ipc.messages import TokenBatch
 from nanoserve.tokenizer import HFTokenizer, load_tokenizer
 
-LINES = (
-    "The detokenizer turns ids into text while the next step runs; nobody waits for it, and it waits for nobody.",
-    "Für 1.234,56 € kaufte die naïve Ärztin ein Buch: 日本語の本, 한국어 책, und lachte 😀👍🏽.",
-    "Привет, мир! It's 2026 already.",
-)
-STEPS = 128
 PROMPT = 128
 BATCHES = (1, 64, 256)
-STOPS = ("\n\nHuman:", "</answer>")
 ROUNDS = 7
 
 Run = Callable[[], int]
 """One timed run; returns CPU nanoseconds."""
 Steps = list[list[list[int]]]
 """The new ids of each step and stream."""
-
-
-def text() -> str:
-    """Some 300 kB that do not repeat themselves: Python's own sources, with other scripts in between."""
-    sources = [
-        Path(inspect.getsourcefile(module) or "").read_text() for module in (argparse, inspect, subprocess, json)
-    ]
-    paragraphs = "\n".join(sources).split("\n\n")
-    return "".join(f"{part}\n{LINES[place % 3]} {place}\n" for place, part in enumerate(paragraphs))
-
-
-def streams_of(ids: list[int], num_streams: int, length: int) -> list[list[int]]:
-    """Streams of so many ids, each another part of the text as far as it goes."""
-    doubled = ids * (num_streams * length // len(ids) + 2)
-    return [doubled[place * length : (place + 1) * length] for place in range(num_streams)]
 
 
 def _steps(streams: list[list[int]]) -> Steps:
@@ -110,28 +88,6 @@ def _smallest_windows(tokenizer: HFTokenizer, streams_ids: list[list[int]]) -> R
         return time.process_time_ns() - started
 
     return run
-
-
-def frames(streams_ids: list[list[int]], *, first_request: int = 1 << 40) -> list[bytes]:
-    """What an engine sends for these streams, as messages: the first opens them, then one per step."""
-    encoder = msgspec.msgpack.Encoder()
-    request_ids = [first_request + place for place in range(len(streams_ids))]
-    specs = [encoder.encode(TextSpec(stop=STOPS if place % 10 == 0 else ())) for place in range(len(streams_ids))]
-    opened = [Opened(request_id, spec) for request_id, spec in zip(request_ids, specs, strict=True)]
-    made = [encoder.encode(TokenBatch(0, 1, 0, opened=opened))]
-    for step in range(STEPS):
-        batch = TokenBatch(
-            0,
-            1,
-            step + 1,
-            request_ids=request_ids,
-            first_index=[step] * len(request_ids),
-            num_tokens=[1] * len(request_ids),
-            token_ids=pack_ids(ids[step] for ids in streams_ids),
-            stats=EngineStats(steps=step),
-        )
-        made.append(encoder.encode(batch))
-    return made
 
 
 def _whole(tokenizer: HFTokenizer, table: TokenTable | None, kind: str, streams_ids: list[list[int]]) -> Run:
@@ -214,7 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     seen = measure(tokenizer)
     if options.vllm_python:
         seen |= measure_vllm(options.vllm_python, directory / "tokenizer.json")
-    summary = _summary(seen)
+    streams_ids = streams_of(tokenizer.encode(text(), add_special_tokens=False), max(BATCHES), STEPS)
+    summary = _summary(seen) | measure_process(config, directory, streams_ids)
     if options.json != "-":
         print("| what | CPU us per token |\n|---|---|")
         for name, values in seen.items():

@@ -2,10 +2,10 @@
 
 600 random strings of plain English and 600 with emoji, CJK and accents, as the ids that the tokenizer makes of them,
 one id a step; half of them end inside their last character, as an answer that hits `max_tokens` does. Wrong is any
-stream whose deltas joined are not one decode of its ids up to the last whole character, with one U+FFFD for an unfinished
-one behind it (`tokenizers` itself says that for byte-level vocabularies; with byte fallback it spoils whole characters
-before the unfinished one too). The four: one decode per token; DecodeStream as vLLM uses
-it; the window rule of SGLang; ours. The rules of others are written here from their descriptions, for this table only.
+stream whose deltas joined are not one decode of its ids up to the last whole character, and one U+FFFD for an
+unfinished one behind it. (`tokenizers` itself says that for byte-level vocabularies; with byte fallback it spoils
+whole characters before the unfinished one too.) The four: one decode per token; DecodeStream as vLLM uses it; the
+window rule of SGLang; ours. The rules of others are written here from their descriptions, for this table only.
 """
 
 from __future__ import annotations

@@ -132,22 +132,25 @@ class WindowDecoder:
         out: list[list[str] | None] = [None] * len(chunks)
         surr_rows: list[list[int]] = []
         read_rows: list[list[int]] = []
-        steps: list[tuple[int, TextStream, int]] = []  # (place, stream, characters of its context or ~surr row)
+        steps: list[tuple[int, TextStream, int]] = []  # (place, stream, characters of its context, or ~surr row)
         others: list[int] = []
         apart, apart_or_special, memo, pairs = self._apart, self._apart_or_special, self._memo, self._pairs
-        for place, (stream, token_ids, _) in enumerate(chunks):
+        for place, (stream, token_ids, per_token) in enumerate(chunks):
             context = stream.context
+            aside = apart_or_special if stream.skip_special else apart
+            single = len(token_ids) == 1
             if (
-                len(token_ids) != 1
-                or not context
+                not context
                 or stream.pending
-                or token_ids[0] in (apart_or_special if stream.skip_special else apart)
+                or not (
+                    token_ids[0] not in aside if single else not per_token and token_ids and aside.isdisjoint(token_ids)
+                )
             ):
                 others.append(place)
                 continue
-            # One more text token, as in nearly every row of nearly every step.
+            # Text tokens alone, mostly one, as in nearly every row of nearly every step.
             chars = stream.context_chars
-            if stream.clean == len(context):
+            if single and stream.clean == len(context):
                 known = pairs.get(_pair(context + token_ids) if stream.clean > 1 else context[0] << 32 | token_ids[0])
                 if known is not None:
                     out[place] = [known]
@@ -179,7 +182,7 @@ class WindowDecoder:
         read_texts: list[str | None],
         windows: list[list[int]],
     ) -> None:
-        """The text of the rows with one token; they are the first of `read_texts` and `windows`."""
+        """The rows that are one window each; they are the first of `read_texts` and `windows`."""
         holds, pairs = self._holds, self._pairs
         for (place, stream, chars), text, window in zip(steps, read_texts, windows, strict=False):
             if chars < 0:

@@ -35,6 +35,7 @@ def test_json_on_the_terminal_is_nothing_but_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(detok, "measure", lambda tokenizer: {"bytes_us_256": [0.2], "window_us_256": [0.8]})
+    monkeypatch.setattr(detok, "measure_process", lambda *_: {"process_tokens_per_second": 7})
     monkeypatch.setattr(detok, "measure_vllm", lambda python, file: {"vllm_fast_us": [1.6]})
     assert detok.main(["--json", "-", "--vllm-python", "python"]) == 0
     said = json.loads(capsys.readouterr().out)
