@@ -1,4 +1,4 @@
-"""The console script: `nanoserve serve`, `nanoserve healthcheck`.
+"""The console script: `nanoserve serve`, `nanoserve logs`, `nanoserve healthcheck`.
 
 Runs in the launcher process only. Imports stay inside the commands: `--help` must not load a server.
 """
@@ -14,6 +14,7 @@ _USAGE = """\
 usage: nanoserve COMMAND [options]
 
   serve [MODEL]   start a server (the same as python -m nanoserve.launch_server)
+  logs DIR        the logs of all processes of a server, merged by time
   healthcheck     exit code 0 when a server on this machine is ready
   bench NAME      a benchmark: serve, micro, detok, detok-table
   version         the version
@@ -55,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return healthcheck(rest)
     if command == "bench":
         return bench_command(rest)
+    if command == "logs":
+        from nanoserve.obs.log_view import main as logs
+
+        return logs(rest)
     if command in ("version", "--version"):
         from nanoserve import __version__
 

@@ -33,7 +33,7 @@ from nanoserve.ipc.endpoints import Endpoints
 from nanoserve.ipc.link import Watchdog
 from nanoserve.ipc.messages import EngineFacts, Heartbeat, Ready, StartFailed
 from nanoserve.obs.logs import setup_logging, watchdog_file
-from nanoserve.obs.proc import ProcessUsage
+from nanoserve.obs.proc import LINE_S, ProcessUsage
 from nanoserve.obs.watchdog import LoopWatchdog
 
 _log = logging.getLogger("nanoserve.child")
@@ -42,7 +42,6 @@ EXIT_START_FAILED = 1
 EXIT_CRASHED = 70
 EXIT_PARENT_GONE = 72
 PULSE_S = 0.5
-_USAGE_LINE_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -91,7 +90,7 @@ class Link:
         self._outbox = outbox
         self._lock = threading.Lock()
         self._usage = ProcessUsage()
-        self._usage_due = time.monotonic() + _USAGE_LINE_S
+        self._usage_due = time.monotonic() + LINE_S
 
     @property
     def stop_requested(self) -> bool:
@@ -125,7 +124,7 @@ class Link:
         if self.is_alone and self._announcement is not None:
             self._send(self._announcement)  # whoever listens may have been started a moment ago
         if now >= self._usage_due:
-            self._usage_due = now + _USAGE_LINE_S
+            self._usage_due = now + LINE_S
             _log.info("%s", self._usage.line())
 
     def _send(self, message: msgspec.Struct) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import uvloop
-import zmq.asyncio
+import zmq
 
 from nanoserve.api.access import Access
 from nanoserve.api.admission import Admission
@@ -37,6 +37,7 @@ from nanoserve.ipc.endpoints import Endpoints
 from nanoserve.ipc.ids import RequestIdAllocator
 from nanoserve.ipc.link import EXIT_STREAMS_CUT, ProcessLink
 from nanoserve.ipc.messages import ApiInbox, EmitMode, Failure, SamplingParams, ServerStatus, TextBatch, TextSpec
+from nanoserve.obs.proc import LoopLag
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +54,9 @@ def run(config: ServerConfig, endpoints: Endpoints, link: ProcessLink, listen_so
 
 
 async def _main(config: ServerConfig, endpoints: Endpoints, link: ProcessLink, listen_socket: socket.socket) -> int:
-    ring = zmq.asyncio.Context()
-    plain = zmq.Context(ring)  # the same I/O threads, for sockets that never wait
+    ring = zmq.Context()
     inbox: AsyncInbox[ApiInbox] = AsyncInbox(ring, endpoints.api(link.index), ApiInbox)
-    outbox = Outbox(plain, endpoints.engine())
+    outbox = Outbox(ring, endpoints.engine())
     process = ApiProcess(config, link, inbox, outbox)
     try:
         all_finished = await process.serve(listen_socket)
@@ -162,10 +162,18 @@ class ApiProcess:
 
     async def _tick(self) -> None:
         """The turning loop: feeds the watchdog and everything that waits for time."""
+        lag = LoopLag(time.monotonic())
+        self.context.metrics.watch_gauge(
+            "api_loop_lag_seconds", "how late the event loop's last timer came", lambda: lag.last_s
+        )
         while True:
             self._link.watchdog.feed()
-            self.context.pacer.tick(time.monotonic())
+            now_s = time.monotonic()
+            self.context.pacer.tick(now_s)
             await asyncio.sleep(TICK_S)
+            worst_s = lag.note(time.monotonic() - now_s - TICK_S, time.monotonic())
+            if worst_s is not None:
+                log.info("event loop late by at most %.0f ms in the last minute", worst_s * 1000)
 
     def _on_status(self, status: ServerStatus) -> None:
         context = self.context

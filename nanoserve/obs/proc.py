@@ -1,16 +1,13 @@
 """What a process uses: memory, file descriptors, CPU, and how late its event loop runs. One line a minute.
 
-Owner: each process, from its pulse thread (`nanoserve.child`); the api process runs `LoopLag.run` as a task.
+Owner: each process, from its pulse thread (`nanoserve.child`); `LoopLag` belongs to the api process's loop.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-
 import psutil
 
-from nanoserve.ipc.link import Watchdog
+LINE_S = 60.0
 
 
 class ProcessUsage:
@@ -30,22 +27,19 @@ class ProcessUsage:
 
 
 class LoopLag:
-    """Feeds a watchdog from an asyncio loop and remembers the worst delay of its own timer."""
+    """How late the timer of an event loop comes: time is a parameter, the loop tells it after each sleep."""
 
-    def __init__(self, interval_s: float = 0.5) -> None:
-        self.worst_s = 0.0
+    def __init__(self, begun_s: float) -> None:
         self.last_s = 0.0
-        self._interval_s = interval_s
+        self._worst_s = 0.0
+        self._line_due_s = begun_s + LINE_S
 
-    async def run(self, watchdog: Watchdog) -> None:
-        """Runs until cancelled. A loop that hangs stops feeding; that is the whole check."""
-        while True:
-            watchdog.feed()
-            before = time.monotonic()
-            await asyncio.sleep(self._interval_s)
-            self.last_s = max(time.monotonic() - before - self._interval_s, 0.0)
-            self.worst_s = max(self.worst_s, self.last_s)
-
-    def take_worst(self) -> float:
-        worst, self.worst_s = self.worst_s, 0.0
-        return worst
+    def note(self, late_s: float, now_s: float) -> float | None:
+        """Takes one delay; once a minute returns the worst of that minute, for the log."""
+        self.last_s = max(late_s, 0.0)
+        self._worst_s = max(self._worst_s, self.last_s)
+        if now_s < self._line_due_s:
+            return None
+        worst_s, self._worst_s = self._worst_s, 0.0
+        self._line_due_s = now_s + LINE_S
+        return worst_s
