@@ -98,6 +98,9 @@ _ENGINE_COUNTERS = (
 _DETOK_GAUGES = (
     ("detok_states", "num_states", "streams the detokenizer holds"),
     ("detok_lag_steps", "lag_steps", "batches that waited when the detokenizer last drained its inbox"),
+    ("detok_lag_seconds", "lag_seconds", "age of the oldest batch of the detokenizer's last drain"),
+    ("detok_batch_size", "rows", "requests in the detokenizer's last drain"),
+    ("detok_held_streams", "held_streams", "of those, the ones that hold text back for a stop string"),
 )
 _DETOK_COUNTERS = (
     ("detok_batches", "batches", "drained batches"),
@@ -105,10 +108,10 @@ _DETOK_COUNTERS = (
     ("detok_decode_seconds", "decode_seconds", "time spent decoding"),
     ("detok_evictions", "evictions", "states evicted"),
     ("detok_resyncs", "resyncs", "states rebuilt from the engine's ids"),
-    ("detok_forced_commits", "forced_flushes", "held windows that reached their cap"),
+    ("detok_forced_cuts", "forced_flushes", "windows of undecodable bytes that were cut at their cap"),
     ("detok_late_rows", "late_rows", "rows for unknown or ended requests"),
     ("detok_row_errors", "row_errors", "rows that could not be decoded"),
-    ("detok_stop_overrun_tokens", "stop_overrun_tokens", "tokens made after a stop string"),
+    ("stop_overrun_tokens", "stop_overrun_tokens", "tokens made after a stop string; neither shown nor billed"),
     ("detok_dropped_messages", "dropped_messages", "messages the detokenizer could not use"),
 )
 _CLIENT_COUNTERS = (

@@ -5,8 +5,8 @@ window rule is the one of TGI, vLLM and SGLang: keep a few ids as left context (
 the new ids (`read`), and release the difference. What differs here:
 
 * Only the last U+FFFD of a decode can still become a character (every earlier one has been judged by a byte after
-  it), so only that one is held and all text before it is released at once. Offsets always move on, so a window never
-  grows: garbage costs what text costs, and no forced flush exists.
+  it), so only that one is held and all text before it is released at once. What is held is a character, not tokens:
+  a window that garbage has made long is cut back to `_CONTEXT` ids and no text is given up.
 * The left context is the ids since the text last ended in a whole character, mostly one; at most `_CONTEXT` of them,
   because four bytes decide how any UTF-8 goes on, and every id in a window has at least one.
 * Skipped special ids and ids without a token never enter a window.
@@ -101,6 +101,7 @@ class WindowDecoder:
     """Any tokenizer, through its batch decode alone."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self.num_cuts = 0  # windows without a whole character at their end that became too long
         self._tokenizer = tokenizer
         self._special = tokenizer.special_ids
         self._byte_values = _byte_tokens(tokenizer)
@@ -194,7 +195,7 @@ class WindowDecoder:
                 continue
             if holds and text[-1:] == REPLACEMENT:
                 out[place] = [text[chars:-1]]
-                _grow(stream, window, max(chars, len(text) - 1))
+                self._grow(stream, window, max(chars, len(text) - 1))
                 continue
             out[place] = [text[chars:]]
             if stream.clean == len(window) - 1:
@@ -290,10 +291,19 @@ class WindowDecoder:
             window = job.ids[job.start :]
             if self._holds and text.endswith(REPLACEMENT):
                 stream.clean = max(0, stream.clean - job.start)
-                _grow(stream, window, chars)
+                self._grow(stream, window, chars)
             else:
                 _begin_anew(stream, job.ids)
         return job.pieces if job.per_token else ["".join(job.pieces)]
+
+    def _grow(self, stream: TextStream, window: list[int], chars: int) -> None:
+        """The text ends inside a character, or in an invalid one: the window stays, and is cut when it is long."""
+        stream.held = True
+        if len(window) > _MAX_WINDOW:
+            self.num_cuts += 1
+            stream.context, stream.clean, stream.context_chars = window[-_CONTEXT:], 0, _UNKNOWN
+        else:
+            stream.context, stream.context_chars = window, chars
 
     def _remember(self, surr_rows: list[list[int]], surr_texts: list[str | None]) -> None:
         """Contexts come back: a handful of tokens is most of any text."""
@@ -330,15 +340,6 @@ class WindowDecoder:
 def _pair(window: list[int]) -> int | tuple[int, ...]:
     """A context and the id after it as a key; two ids are one number, which costs half."""
     return window[0] << 32 | window[1] if len(window) == 2 else tuple(window)
-
-
-def _grow(stream: TextStream, window: list[int], chars: int) -> None:
-    """The text ends inside a character, or in an invalid one: the window stays, and is cut when it has become long."""
-    stream.held = True
-    if len(window) > _MAX_WINDOW:
-        stream.context, stream.clean, stream.context_chars = window[-_CONTEXT:], 0, _UNKNOWN
-    else:
-        stream.context, stream.context_chars = window, chars
 
 
 def _begin_anew(stream: TextStream, window: list[int]) -> None:

@@ -196,6 +196,7 @@ class DetokManager:
             decode_seconds=counters.decode_seconds,
             evictions=counters.evictions,
             resyncs=counters.resyncs,
+            forced_flushes=self._vocabulary.num_cuts if self._vocabulary is not None else 0,
             late_rows=counters.late_rows,
             row_errors=counters.row_errors,
             stop_overrun_tokens=counters.stop_overrun_tokens,

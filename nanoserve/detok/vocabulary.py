@@ -25,7 +25,13 @@ class Vocabulary:
         self.decoder_name = "window" if mode == "window" or table is None else "bytes"
         self.decoder: Decoder = ByteDecoder(table, windows) if table and self.decoder_name == "bytes" else windows
         self.names = TokenNames(tokenizer, table, windows)
+        self._windows = windows
         self._tokenizer = tokenizer
+
+    @property
+    def num_cuts(self) -> int:
+        """Windows of undecodable bytes that were cut at their cap."""
+        return self._windows.num_cuts
 
     def lacks_any(self, token_ids: list[int]) -> bool:
         """Whether an id is outside the vocabulary."""

@@ -282,7 +282,7 @@ class DetokStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     decode_seconds: float = 0.0
     evictions: int = 0
     resyncs: int = 0
-    forced_flushes: int = 0
+    forced_flushes: int = 0  # windows of undecodable bytes that were cut at their cap (no text is given up)
     late_rows: int = 0  # rows for unknown or ended requests
     row_errors: int = 0
     stop_overrun_tokens: int = 0

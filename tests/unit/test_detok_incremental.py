@@ -180,6 +180,7 @@ def test_garbage_costs_what_its_first_tokens_cost(tokenizer: HFTokenizer, byte: 
     assert sum(costs[-100:]) <= sum(costs[20:120])
     assert len(text) >= 1999
     assert text + decoder.flush(stream) == "\ufffd" * 2000
+    assert (decoder.num_cuts > 100) == (not spelled)  # byte tokens never enter a window
 
 
 def test_a_drain_is_two_batch_decodes_whatever_its_size() -> None:
