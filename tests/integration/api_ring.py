@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import zmq.asyncio
+import zmq
 
 from nanoserve.api.process import ApiProcess
 from nanoserve.config import ServerConfig
@@ -42,6 +42,7 @@ from nanoserve.ipc.messages import (
     TokenText,
 )
 from tests.fakes import FakeLink
+from tests.sse_grammar import DONE, SseParser
 
 EOS = 256
 BOS = 257
@@ -97,9 +98,9 @@ class FakeRing:
     character per token, so character and token positions are equal.
     """
 
-    def __init__(self, endpoints: Endpoints, context: zmq.asyncio.Context) -> None:
+    def __init__(self, endpoints: Endpoints, context: zmq.Context) -> None:
         self._inbox: AsyncInbox[EngineInbox] = AsyncInbox(context, endpoints.engine(), EngineInbox)
-        self._outbox = Outbox(zmq.Context(context), endpoints.api(0))
+        self._outbox = Outbox(context, endpoints.api(0))
         self.engine_incarnation = 1
         self.script: Callable[[AddRequest], None] = self.finish_at_once
         self.added: list[AddRequest] = []
@@ -249,24 +250,11 @@ class Api:
 
 
 def parse_events(data: bytes) -> list[Any]:
-    """Strict: only `data: <JSON object>` events and comments; exactly one `[DONE]`, at the end."""
-    assert data.endswith(b"data: [DONE]\n\n"), data[-200:]
-    events: list[Any] = []
-    blocks = data.decode().split("\n\n")
-    assert blocks.pop() == ""
-    for block in blocks:
-        assert "\n" not in block and "\r" not in block, block
-        if block.startswith(":"):
-            continue
-        assert block.startswith("data: "), block
-        if block == "data: [DONE]":
-            events.append("[DONE]")
-            continue
-        value = json.loads(block[6:])
-        assert isinstance(value, dict)
-        events.append(value)
-    assert events.count("[DONE]") == 1 and events[-1] == "[DONE]"
-    return events[:-1]
+    """All events of a whole stream but the terminator, through the strict parser."""
+    parser = SseParser()
+    events = [event.json for event in parser.feed(data) if event.data != DONE]
+    parser.close()
+    return events
 
 
 @asynccontextmanager
@@ -274,10 +262,10 @@ async def running_api(config: ServerConfig | None = None, *, link: ApiLink | Non
     """An api process that serves but has not been told of a model yet."""
     config = config or ServerConfig()
     endpoints = create_run_dir()
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     link = link or ApiLink()
     inbox: AsyncInbox[ApiInbox] = AsyncInbox(context, endpoints.api(0), ApiInbox)
-    outbox = Outbox(zmq.Context(context), endpoints.engine())
+    outbox = Outbox(context, endpoints.engine())
     ring = FakeRing(endpoints, context)
     listen = socket.socket()
     listen.bind(("127.0.0.1", 0))
