@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -140,3 +141,23 @@ def test_an_api_process_takes_only_its_own_connections_with_it(start_server: Sta
 def running(server: Server) -> int:
     lines = server.get("/metrics")[1].splitlines()
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith("nanoserve_num_requests_running")))
+
+
+@pytest.mark.parametrize("name", ["detok-0", "engine-0", "api-0"])
+def test_a_process_stopped_for_seconds_loses_nothing(name: str, start_server: StartServer) -> None:
+    server = start_server("sim", "--sim-step-ms", "10")
+    undisturbed = run_streams(server)
+
+    def pause(progress: threading.Semaphore) -> None:
+        after_events(progress, 100)
+        os.kill(server.pids[name], signal.SIGSTOP)
+        try:
+            time.sleep(3)
+        finally:
+            os.kill(server.pids[name], signal.SIGCONT)
+
+    streams = run_streams(server, pause)
+    assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
+    assert not any(stream.errors for stream in streams)
+    wait_until(lambda: is_ready(server), 10, "ready again")
+    assert "restarting" not in server.output
