@@ -233,6 +233,18 @@ def test_a_byte_run_that_turns_invalid_later_keeps_what_was_right() -> None:
         assert "".join(deltas) == "€\ufffd"
 
 
+@pytest.mark.parametrize("raw", [b" A", b"  A", b"A ", b"\xc3\xa9 x"])
+def test_a_text_may_begin_with_byte_tokens(raw: bytes) -> None:
+    """Llama 2 drops one leading space, also where it is spelled as a byte."""
+    tokenizer = llama2()
+    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") or 0 for byte in raw]
+    ids += tokenizer.encode("dog", add_special_tokens=False)
+    for kind in ("window", "bytes"):
+        for sizes in ([1] * len(ids), [len(ids)]):
+            deltas = stream_text(decoder_of("llama2", kind), ids, sizes, [], skip=True, per_token=False)
+            assert "".join(deltas) == tokenizer.decode(ids)
+
+
 class Breaking(Counting):
     """Raises for rows with one certain id."""
 

@@ -176,3 +176,25 @@ def test_entries_survive_a_lost_state() -> None:
     got = ring.of(1)
     assert [entry.token_id for entry in got.entries] == ids
     assert b"".join(entry.raw for entry in got.entries) == CORPUS[5].encode()
+
+
+def test_scores_of_ids_that_are_here_already_are_dropped_with_them() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("The quick brown fox", add_special_tokens=False)
+    scores = scores_for(ids, tokenizer.vocab_size)
+    ring = Ring(tokenizer)
+    ring.engine.add(1, ids, TextSpec(), scores=scores)
+    for _ in range(4):
+        ring.step()
+    overlap = RowLogprobs(
+        0, [s.logprobs[0] for s in scores[1:6]], [1] * 5, [s.top_ids[0] for s in scores[1:6]], [[-0.1, -2.0]] * 5
+    )
+    ring._waiting.append(
+        TokenBatch(
+            0, 1, 60, request_ids=[1], first_index=[1], num_tokens=[5], token_ids=pack_ids(ids[1:6]), logprobs=[overlap]
+        )
+    )
+    ring.engine.scripts[1].sent = 6
+    ring.run()
+    assert [entry.token_id for entry in ring.of(1).entries] == ids
+    assert [entry.logprob for entry in ring.of(1).entries] == [-0.5 * i for i in ids]

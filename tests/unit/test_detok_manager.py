@@ -369,6 +369,19 @@ def test_a_new_engine_opens_again_what_lives_and_the_dead_one_is_not_heard() -> 
     assert ring.detok.num_tracked == 0
 
 
+def test_a_new_engine_makes_old_states_void() -> None:
+    """Only what it opens lives on; a row that goes on with an old state is a gap like any other."""
+    ring = Ring(TOKENIZER)
+    for request_id in (1, 2):
+        ring.engine.add(request_id, ids_of("The quick brown fox"), TextSpec())
+    ring.step()
+    ring.step()
+    row = TokenBatch(0, 2, 1, request_ids=[2], first_index=[1], num_tokens=[1], token_ids=pack_ids([7]))
+    output = ring.detok.process([row])
+    assert output.to_engine == [Resync([2])]
+    assert not output.text_batches and ring.detok.num_states == 0
+
+
 # ---- faults, odd requests, bookkeeping -------------------------------------------------------------------
 
 

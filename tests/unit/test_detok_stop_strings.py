@@ -55,6 +55,15 @@ def test_a_long_stop_string_holds_nothing_back_that_it_does_not_begin_with() -> 
         assert matcher.held == 0
 
 
+def test_a_match_that_did_not_count_is_not_held_back() -> None:
+    matcher = StopMatcher(("ab", "bcd"))
+    assert matcher.scan("xab", armed=False) is None
+    assert matcher.held == 1  # "b" may go on to "bcd"; "ab" as a whole is over
+    matcher = StopMatcher(("ab", "abc"))
+    assert matcher.scan("xab", armed=False) is None
+    assert matcher.held == 2
+
+
 @pytest.mark.parametrize("stop", ["[", "]", "^", "\\", "-", "a-z", "\n", "\ufffd", "🔥", "]^-\\"])
 def test_any_character_may_begin_a_stop_string(stop: str) -> None:
     hit = StopMatcher((stop,)).scan("some text " + stop + " more")

@@ -52,20 +52,29 @@ limit_choices = st.fixed_dictionaries(
         "vocab_size": st.just(VOCAB),
         "policy": st.sampled_from(["fcfs", "priority"]),
         "prefix_cache": st.booleans(),
+        "num_draft_tokens": st.sampled_from([0, 0, 1, 5]),
+        "shortest_match": st.integers(1, 2),
     }
 )
 
 
-def fake_executor(limits: dict[str, Any], tokens_per_row: int) -> FakeExecutor:
+def fake_executor(limits: dict[str, Any], tokens_per_row: int, memory: int = 0) -> FakeExecutor:
     """Its rows yield up to `tokens_per_row` tokens."""
-    return FakeExecutor(limits["block_size"], VOCAB, tokens_per_row=lambda position: 1 + position % tokens_per_row)
+    return FakeExecutor(
+        limits["block_size"],
+        VOCAB,
+        tokens_per_row=lambda position: 1 + position % tokens_per_row,
+        memory=memory,
+    )
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(asks(), min_size=1, max_size=10), limit_choices, st.integers(1, 3))
-def test_every_output_equals_the_solo_run(asked: list[Ask], limits: dict[str, Any], tokens_per_row: int) -> None:
-    executor = fake_executor(limits, tokens_per_row)
-    scenario = Scenario(asked, limits, executor, fake_executor(limits, 1))
+@given(st.lists(asks(), min_size=1, max_size=10), limit_choices, st.integers(1, 3), st.integers(0, 2))
+def test_every_output_equals_the_solo_run(
+    asked: list[Ask], limits: dict[str, Any], tokens_per_row: int, memory: int
+) -> None:
+    executor = fake_executor(limits, tokens_per_row, memory)
+    scenario = Scenario(asked, limits, executor, fake_executor(limits, 1, memory))
     scenario.play()
     scenario.check()
     assert executor.states == {}
@@ -88,3 +97,29 @@ def test_storms_with_equal_prompts_and_little_memory() -> None:
         hits += scenario.scheduler.counters.prefix_hit_tokens > 0
     assert preemptions > NUM_STORMS / 4, "these storms do not test preemption"
     assert hits > NUM_STORMS / 4, "these storms do not test the prefix cache"
+
+
+def test_storms_with_drafts_say_the_same_in_fewer_steps() -> None:
+    """Texts that repeat after a while, so that drafts are right and then wrong, in little memory."""
+    preemptions = hits = accepted = rejected = 0
+    for seed in range(NUM_STORMS):
+        random = Random(seed)
+        asked, limits = storm(random, vocab_size=VOCAB, block_size=random.choice([1, 2, 4, 5]))
+        limits |= {"num_draft_tokens": random.randint(1, 6), "shortest_match": random.randint(1, 2)}
+        memory = random.choice([0, 1, 2, 2])
+        executor = fake_executor(limits, random.choice([1, 1, 2]), memory)
+        scenario = Scenario(asked, limits, executor, fake_executor(limits, 1, memory))
+        try:
+            scenario.play()
+            scenario.check()
+            assert executor.states == {}
+        except AssertionError as error:
+            raise AssertionError(f"storm {seed}: {error}") from error
+        counters, drafter = scenario.scheduler.counters, scenario.scheduler.drafter
+        preemptions += counters.preemptions > 0
+        hits += counters.prefix_hit_tokens > 0
+        accepted += drafter.num_right
+        rejected += drafter.num_drafts - drafter.num_right
+    assert preemptions > NUM_STORMS / 4, "these storms do not test preemption"
+    assert hits > NUM_STORMS / 4, "these storms do not test the prefix cache"
+    assert min(accepted, rejected) > NUM_STORMS, f"{accepted} drafts were right, {rejected} wrong"
