@@ -1,7 +1,7 @@
 """How often a process may be started again, and how long to wait before it: pure, time is a parameter.
 
-Owner: the supervisor. The first restart is immediate, because streams are waiting; repeated ones wait longer, because
-a process that cannot live must not eat the machine; too many end the server.
+Owner: the supervisor. The first restart is immediate, because streams are waiting; quick repeats wait longer, because a
+process that cannot live must not eat the machine; too many end the server.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 WINDOW_S = 600.0
+_QUICK_S = 30.0  # restarts that lie further back do not make the next one wait
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 10.0
 
@@ -27,10 +28,11 @@ class RestartBudget:
             recent.popleft()
         if len(recent) >= self._max_restarts:
             return None
+        quick = sum(restart > now - _QUICK_S for restart in recent)
         recent.append(now)
-        if len(recent) == 1:
+        if quick == 0:
             return 0.0
-        return min(_FIRST_BACKOFF_S * 2.0 ** min(len(recent) - 2, 16), _LONGEST_BACKOFF_S)
+        return min(_FIRST_BACKOFF_S * 2.0 ** min(quick - 1, 16), _LONGEST_BACKOFF_S)
 
 
 class RestartPlan:

@@ -23,7 +23,8 @@ def test_old_restarts_are_forgotten() -> None:
     budget = RestartBudget(2)
     assert [budget.spend("a-0", now) for now in (0.0, 10.0)] == [0.0, 0.25]
     assert budget.spend("a-0", WINDOW_S - 1) is None
-    assert budget.spend("a-0", WINDOW_S + 1) == 0.25  # one is still within the window
+    assert budget.spend("a-0", WINDOW_S + 1) == 0.0  # the other one is too long ago to wait for
+    assert budget.spend("a-0", WINDOW_S + 2) is None
     assert budget.spend("a-0", 3 * WINDOW_S) == 0.0
 
 

@@ -1,0 +1,183 @@
+"""`python -m nanoserve.bench.chaos`: streams run while processes are killed; every text must be the undisturbed one.
+
+Starts a server of its own. After one undisturbed round come rounds in each of which the detokenizer, the engine, or
+both get SIGKILL at a random moment. Told are lost and wrong streams, and the pause: the longest gap that a stream saw
+after the kill. Greedy, so that texts can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from nanoserve.bench.stats import percentile
+
+VICTIMS = (("detok-0",), ("engine-0",), ("detok-0", "engine-0"))
+_WORDS = ("the bear", "a river", "Zürich", "熊", "🐻", "and then", "ကြိုဆို", "slowly", "日本", "café", "of light", "under")
+
+
+@dataclass(slots=True)
+class Stream:
+    text: str = ""
+    is_done: bool = False
+    error: str = ""
+    times: list[float] = field(default_factory=list)
+
+    def pause(self, killed: float) -> float:
+        """The longest gap between events that begins before or soon after the kill; 0 for a stream that was over."""
+        gaps = [after - before for before, after in zip(self.times, self.times[1:], strict=False) if after > killed]
+        return max(gaps, default=0.0)
+
+
+class Server:
+    """The launcher under test, with the pids of the newest lives of its processes."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.url = ""
+        self.pids: dict[str, int] = {}
+        self._process = process
+        self._ready = asyncio.Event()
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, args: Sequence[str]) -> Server:
+        command = [sys.executable, "-m", "nanoserve.launch_server", "--port", "0", "--max-restarts", "100000", *args]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        server = cls(process)
+        await asyncio.wait_for(server._ready.wait(), 600)
+        return server
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        async for raw in self._process.stdout:
+            line = raw.decode("utf-8", "replace")
+            if match := re.search(r"listening on (\S+)", line):
+                self.url = match.group(1)
+            if "  pids: " in line:
+                self.pids.update((name, int(pid)) for name, pid in re.findall(r"(\w+-\d+) (\d+)", line))
+                self._ready.set()
+            if match := re.match(r"(\w+-\d+) \(pid (\d+)\) is back", line):
+                self.pids[match.group(1)] = int(match.group(2))
+
+    def kill(self, names: Sequence[str]) -> None:
+        for name in names:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[name], signal.SIGKILL)
+
+    async def stop(self) -> int:
+        self._process.send_signal(signal.SIGTERM)
+        code = await self._process.wait()
+        await self._reader
+        return code
+
+
+async def run_stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Stream:
+    stream = Stream()
+    try:
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            async for line in response.content:
+                if not line.startswith(b"data: "):
+                    continue
+                stream.times.append(time.monotonic())
+                if line.startswith(b"data: [DONE]"):
+                    stream.is_done = True
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    stream.error = str(event["error"])
+                else:
+                    stream.text += "".join(choice["text"] for choice in event["choices"])
+    except (aiohttp.ClientError, OSError) as error:
+        stream.error = repr(error)
+    return stream
+
+
+async def run_round(
+    session: aiohttp.ClientSession, server: Server, bodies: list[dict[str, Any]], victims: Sequence[str], after_s: float
+) -> tuple[list[Stream], float]:
+    """All streams at once, and one kill `after_s` later; returns the streams and the moment of the kill."""
+    tasks = [asyncio.create_task(run_stream(session, server.url, body)) for body in bodies]
+    killed = time.monotonic()
+    if victims:
+        await asyncio.sleep(after_s)
+        killed = time.monotonic()
+        server.kill(victims)
+    return list(await asyncio.gather(*tasks)), killed
+
+
+async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    draw = random.Random(options.seed)
+    prompts = [" ".join(draw.choices(_WORDS, k=12)) for _ in range(options.streams)]
+    common = {"max_tokens": options.tokens, "temperature": 0, "stream": True, "ignore_eos": True}
+    bodies = [{"prompt": prompt, **common} for prompt in prompts]
+    server = await Server.start(options.server_args)
+    results = []
+    timeout, connector = aiohttp.ClientTimeout(total=None, sock_read=300), aiohttp.TCPConnector(limit=0)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            await run_round(session, server, bodies, (), 0)  # warm
+            begun = time.monotonic()
+            right, _ = await run_round(session, server, bodies, (), 0)
+            undisturbed_s = time.monotonic() - begun
+            for number in range(options.rounds):
+                victims = VICTIMS[number % len(VICTIMS)]
+                after_s = draw.uniform(0.1, 0.8) * undisturbed_s
+                streams, killed = await run_round(session, server, bodies, victims, after_s)
+                results.append(_judge(streams, right, victims, killed))
+                sys.stdout.write(json.dumps(results[-1]) + "\n")
+                sys.stdout.flush()
+    finally:
+        code = await server.stop()
+    sys.stdout.write(f"undisturbed round {undisturbed_s:.2f} s, server ended with exit code {code}\n")
+    return results
+
+
+def _judge(streams: list[Stream], right: list[Stream], victims: Sequence[str], killed: float) -> dict[str, Any]:
+    pauses = [pause for stream in streams if (pause := stream.pause(killed)) > 0]
+    return {
+        "killed": "+".join(victims),
+        "streams": len(streams),
+        "lost": sum(not stream.is_done or bool(stream.error) for stream in streams),
+        "wrong": sum(stream.text != other.text for stream, other in zip(streams, right, strict=True)),
+        "live_at_kill": len(pauses),
+        "pause_p50_s": round(percentile(pauses, 0.5), 3) if pauses else None,
+        "pause_max_s": round(max(pauses), 3) if pauses else None,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m nanoserve.bench.chaos", description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("server_args", nargs="*", help="after --: flags of launch_server", default=["sim"])
+    options = parser.parse_args()
+    results = asyncio.run(measure(options))
+    lost, wrong = (sum(result[key] for result in results) for key in ("lost", "wrong"))
+    for victims in VICTIMS:
+        pauses = [result["pause_max_s"] or 0.0 for result in results if result["killed"] == "+".join(victims)]
+        if pauses:
+            median = percentile(pauses, 0.5)
+            sys.stdout.write(
+                f"{'+'.join(victims):18} longest pause: median {median:.2f} s, worst {max(pauses):.2f} s\n"
+            )
+    sys.stdout.write(f"{len(results)} rounds: {lost} streams lost, {wrong} texts wrong\n")
+    return 1 if lost or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
