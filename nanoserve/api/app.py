@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from aiohttp import web
 
 from nanoserve.api import control, ops
@@ -16,9 +17,11 @@ from nanoserve.api.chat import create_chat_completion
 from nanoserve.api.completions import create_completion
 from nanoserve.api.context import CONTEXT, ApiContext
 from nanoserve.api.edge import Connection
-from nanoserve.api.errors import Unavailable, envelope_bytes, http_error
+from nanoserve.api.errors import Unavailable, envelope, http_error, messages_envelope
 from nanoserve.api.generate import generate
 from nanoserve.api.http import REQUEST_ID_HEADER, request_label
+from nanoserve.api.messages import count_tokens, create_message
+from nanoserve.api.responses import create_response
 from nanoserve.errors import RequestError
 
 log = logging.getLogger(__name__)
@@ -31,14 +34,17 @@ _HTTP_WORDS = {
 }
 
 
-def error_response(error: RequestError) -> web.Response:
+def error_response(error: RequestError, path: str = "") -> web.Response:
     headers = {}
     if isinstance(error, Unavailable):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return web.Response(
-        body=envelope_bytes(error), status=error.status, content_type="application/json", headers=headers
+        body=msgspec.json.encode(messages_envelope(error) if path.startswith("/v1/messages") else envelope(error)),
+        status=error.status,
+        content_type="application/json",
+        headers=headers,
     )
 
 
@@ -55,7 +61,7 @@ async def outcome_middleware(request: web.Request, handler: Handler) -> web.Stre
         context.access.check(request.path, request.headers)
         response = await handler(request)
     except RequestError as error:
-        response = error_response(error)
+        response = error_response(error, request.path)
     except web.HTTPException as error:
         words = _HTTP_WORDS.get(error.status, error.reason)
         response = error_response(http_error(error.status, words))
@@ -95,6 +101,9 @@ def build_app(context: ApiContext) -> web.Application:
     add_get, add_post = app.router.add_get, app.router.add_post
     add_post("/v1/completions", create_completion)
     add_post("/v1/chat/completions", create_chat_completion)
+    add_post("/v1/responses", create_response)
+    add_post("/v1/messages", create_message)
+    add_post("/v1/messages/count_tokens", count_tokens)
     add_post("/v1/chat/completions/render", control.render)
     add_post("/generate", generate)
     app.router.add_put("/generate", generate)

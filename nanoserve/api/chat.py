@@ -7,6 +7,7 @@ tokens, because the template has written them already.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from aiohttp import web
 from nanoserve.api import logprobs as shapes
 from nanoserve.api import sse
 from nanoserve.api.context import CONTEXT, ApiContext
+from nanoserve.api.engine_client import NewRequest
 from nanoserve.api.http import new_id, read_body, warning_headers
 from nanoserve.api.jobs import build_requests, encode_bad_words
 from nanoserve.api.model import ServedModel
@@ -31,27 +33,47 @@ _DECODER = BodyDecoder(ChatBody)
 _MAX_KWARGS = 64
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedChat:
+    """A chat request that may go to the engine."""
+
+    valid: ValidRequest
+    model: ServedModel
+    prompt: EncodedPrompt
+    requests: list[NewRequest]
+    num_top: int | None  # top logprobs that are shown; None: no logprobs
+
+    def job(self, unknown_keys: tuple[str, ...] = ()) -> Job:
+        valid = self.valid
+        return Job(
+            requests=self.requests,
+            stream=valid.stream,
+            timeout_s=valid.timeout_s,
+            queue_timeout_s=valid.queue_timeout_s,
+            label=valid.label,
+            headers=warning_headers(unknown_keys),
+        )
+
+
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
+    context.lifecycle.require_ready()
+    decoded = _DECODER.decode(await read_body(request), strict=context.config.api.strict_params)
+    chat = await prepare_chat(context, decoded.body)
+    form = ChatFormat(chat.valid, chat.prompt, chat.model, response_id=new_id("chatcmpl"), num_top=chat.num_top)
+    return await respond(request, context, chat.job(decoded.unknown_keys), form)
+
+
+async def prepare_chat(context: ApiContext, body: ChatBody) -> PreparedChat:
+    """All checks, the prompt, and the requests; RequestError for what is wrong. Every chat-like route comes here."""
     checker = context.require_checker()
     model = context.lifecycle.require_model()
-    decoded = _DECODER.decode(await read_body(request), strict=context.config.api.strict_params)
-    body = decoded.body
     checker.check_model_name(body.model)
     valid, num_top, clip = _check(checker, body)
     valid = await encode_bad_words(valid, context.lifecycle.require_encoder(), model)
     prompt = await encode_chat(context, model, body, valid.truncate)
     requests = build_requests(valid, [prompt], model, context.seeds, fallback_max_tokens=None, clip=clip)
-    form = ChatFormat(valid, prompt, model, response_id=new_id("chatcmpl"), num_top=num_top)
-    job = Job(
-        requests=requests,
-        stream=valid.stream,
-        timeout_s=valid.timeout_s,
-        queue_timeout_s=valid.queue_timeout_s,
-        label=valid.label,
-        headers=warning_headers(decoded.unknown_keys),
-    )
-    return await respond(request, context, job, form)
+    return PreparedChat(valid=valid, model=model, prompt=prompt, requests=requests, num_top=num_top)
 
 
 def _check(checker: Checker, body: ChatBody) -> tuple[ValidRequest, int | None, bool]:

@@ -71,5 +71,10 @@ def envelope(error: RequestError) -> dict[str, Any]:
     return {"error": body}
 
 
+def messages_envelope(error: RequestError) -> dict[str, Any]:
+    """The same words as the Messages protocol frames them."""
+    return {"type": "error", **envelope(error)}
+
+
 def envelope_bytes(error: RequestError) -> bytes:
     return msgspec.json.encode(envelope(error))

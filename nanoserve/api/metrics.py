@@ -87,6 +87,8 @@ _ENGINE_COUNTERS = (
     ("generation_tokens", "generation_tokens", "tokens generated"),
     ("prefix_cache_queries", "prefix_query_tokens", "prompt tokens looked up in the prefix cache"),
     ("prefix_cache_hits", "prefix_hit_tokens", "prompt tokens found in the prefix cache"),
+    ("spec_decode_num_draft_tokens", "draft_tokens", "tokens computed as drafts of speculation"),
+    ("spec_decode_num_accepted_tokens", "accepted_draft_tokens", "drafts that were right"),
     ("num_preemptions", "preemptions", "requests preempted"),
     ("engine_dropped_messages", "dropped_messages", "messages the engine could not use"),
     ("engine_step_seconds", "step_seconds", "time spent in steps"),
