@@ -21,6 +21,7 @@ from nanoserve.api.errors import Unavailable, envelope, http_error, messages_env
 from nanoserve.api.generate import generate
 from nanoserve.api.http import REQUEST_ID_HEADER, request_label
 from nanoserve.api.messages import count_tokens, create_message
+from nanoserve.api.openapi import openapi
 from nanoserve.api.responses import create_response
 from nanoserve.errors import RequestError
 
@@ -119,6 +120,7 @@ def build_app(context: ApiContext) -> web.Application:
     add_get("/ping", ops.health)
     add_get("/ready", ops.ready)
     add_get("/version", ops.version)
+    add_get("/openapi.json", openapi)
     add_get("/metrics", ops.metrics)
     add_get("/server_info", ops.server_info)
     add_get("/get_server_info", ops.server_info)

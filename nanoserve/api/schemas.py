@@ -18,6 +18,10 @@ from nanoserve.errors import RequestError
 B = TypeVar("B", bound=msgspec.Struct)
 
 
+def _absent() -> msgspec.Raw:
+    return msgspec.Raw(b"null")
+
+
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -69,7 +73,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 class CompletionBody(SamplingFields, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: msgspec.Raw = msgspec.Raw(b"null")  # four shapes, told apart by `prompt.parse_prompt`
+    prompt: msgspec.Raw = msgspec.field(default_factory=_absent)  # four shapes, told apart by `prompt.parse_prompt`
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -96,9 +100,9 @@ class GenerateSampling(SamplingFields, kw_only=True):
 class GenerateBody(msgspec.Struct, kw_only=True):
     """POST /generate, the native route: text or ids in, text and ids out."""
 
-    text: msgspec.Raw = msgspec.Raw(b"null")  # a text or a list of texts
-    input_ids: msgspec.Raw = msgspec.Raw(b"null")  # ids or a list of them
-    sampling_params: msgspec.Raw = msgspec.Raw(b"null")
+    text: msgspec.Raw = msgspec.field(default_factory=_absent)  # a text or a list of texts
+    input_ids: msgspec.Raw = msgspec.field(default_factory=_absent)  # ids or a list of them
+    sampling_params: msgspec.Raw = msgspec.field(default_factory=_absent)
     model: str | None = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
