@@ -17,7 +17,7 @@ from nanoserve.errors import ConfigError
 from nanoserve.runner.models.spec import ModelSpec
 
 _FREE_SHARE = 0.25  # of the free memory, when the operator names no size
-_CGROUP_FILES = ("memory.max", "memory.current")
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 class PagedKVCache:
@@ -62,17 +62,16 @@ def choose_num_blocks(
     return int(num_blocks)
 
 
-def free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device, cgroup: Path = _CGROUP) -> int:
     """Bytes that could still be allocated; on a CPU within the container's limit, where there is one."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = int(psutil.virtual_memory().available)
-    limit, used = (_read_number(Path("/sys/fs/cgroup") / name) for name in _CGROUP_FILES)
-    return free if limit is None or used is None else min(free, max(0, limit - used))
-
-
-def _read_number(path: Path) -> int | None:
     try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
+        limit = int((cgroup / "memory.max").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        # Not memory.current: that counts the page cache too, which the weights' files alone can fill.
+        used = int(stat["anon"]) + int(stat["shmem"])
+    except (OSError, ValueError, KeyError):  # no cgroup v2, or its limit is "max"
+        return free
+    return min(free, max(0, limit - used))
