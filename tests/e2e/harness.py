@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.sse_grammar import SseParser
+
 START_TIMEOUT_S = 90.0
 _LISTENING = re.compile(r"listening on (http://\S+)")
 _PID = re.compile(r"(\w+-\d+) (\d+)")
@@ -122,8 +124,12 @@ class Server:
             connection.close()
 
     def stream(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> Iterator[str]:
-        """The `data:` payloads of a streamed answer, `[DONE]` included. Closing the generator hangs up."""
+        """The `data:` payloads of a streamed answer, `[DONE]` included, through the strict parser.
+
+        Closing the generator hangs up.
+        """
         connection = self.connect(timeout_s)
+        parser = SseParser()
         try:
             payload = json.dumps({**body, "stream": True})
             connection.request("POST", path, payload, {"Content-Type": "application/json"})
@@ -131,9 +137,9 @@ class Server:
             if response.status != 200:
                 raise AssertionError(f"status {response.status}: {response.read()!r}")
             for line in response:
-                text = line.decode().rstrip("\r\n")
-                if text.startswith("data: "):
-                    yield text.removeprefix("data: ")
+                for event in parser.feed(line):
+                    yield event.data
+            parser.close()
         finally:
             connection.close()
 

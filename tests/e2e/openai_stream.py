@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from tests.e2e.harness import Server
+from tests.sse_grammar import ChunkChecker, Event
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -64,44 +64,23 @@ def ask_unary(server: Server, body: dict[str, Any], path: str = COMPLETIONS) -> 
 
 
 def ask_streamed(server: Server, body: dict[str, Any], path: str = COMPLETIONS) -> Answer:
-    """The stream put together; checks roles, one finish per choice, one usage chunk, one terminator."""
-    events = list(server.stream(path, {**body, "stream_options": {"include_usage": True}}))
-    assert events.pop() == "[DONE]"
-    chunks: list[dict[str, Any]] = [json.loads(event) for event in events]
-    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
-    usage_chunk = chunks.pop()
-    assert usage_chunk["choices"] == [] and all(len(chunk["choices"]) == 1 for chunk in chunks)
-    parts: dict[int, Answer] = {}
-    for chunk in chunks:
-        assert "usage" not in chunk
-        choice = chunk["choices"][0]
-        index = choice["index"]
-        if path == CHAT:
-            delta = choice["delta"]
-            assert ("role" in delta) == (index not in parts)  # once per choice, first
-        part = parts.setdefault(index, Answer([], [], [], {}, []))
-        assert not part.reasons, "an event after the finish"
-        text = choice["delta"].get("content", "") if path == CHAT else choice["text"]
-        if choice["finish_reason"] is not None:
-            assert text == ""
-            part.reasons.append(choice["finish_reason"])
-            part.stop_reasons.append(choice["stop_reason"])
-        else:
-            assert text or choice["logprobs"] or "role" in choice["delta"]
-        part.texts.append(text)
-        part.num_content_events += bool(text)
-        if choice["logprobs"] is not None:
-            part.logprobs.append(choice["logprobs"])
-    assert sorted(parts) == list(range(len(parts)))
-    ordered = [parts[index] for index in range(len(parts))]
-    assert all(len(part.reasons) == 1 for part in ordered)
+    """The stream put together, its grammar checked: roles, one finish per choice, one usage chunk, one terminator."""
+    prompts = body.get("prompt")
+    num_prompts = len(prompts) if isinstance(prompts, list) and not isinstance(prompts[0], int) else 1
+    num_choices = num_prompts * (body.get("n") or 1)
+    checker = ChunkChecker(chat=path == CHAT, include_usage=True, num_choices=num_choices)
+    for data in server.stream(path, {**body, "stream_options": {"include_usage": True}}):
+        checker.feed(Event(data))
+    checker.close()
+    assert checker.error is None and checker.usage is not None
+    choices = checker.choices
     return Answer(
-        texts=["".join(part.texts) for part in ordered],
-        reasons=[part.reasons[0] for part in ordered],
-        stop_reasons=[part.stop_reasons[0] for part in ordered],
-        usage=usage_chunk["usage"],
-        logprobs=[_joined(part.logprobs) for part in ordered],
-        num_content_events=sum(part.num_content_events for part in ordered),
+        texts=[choice.text for choice in choices],
+        reasons=[choice.reason or "" for choice in choices],
+        stop_reasons=[choice.stop_reason for choice in choices],
+        usage=checker.usage,
+        logprobs=[_joined(choice.logprobs) for choice in choices],
+        num_content_events=sum(choice.num_content_events for choice in choices),
     )
 
 
