@@ -9,10 +9,13 @@ For a process that is stopped or locked up for good, the supervisor sees its hea
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,6 +25,7 @@ from types import TracebackType
 _log = logging.getLogger(__name__)
 
 EXIT_WATCHDOG = 71
+_SPY_TIMEOUT_S = 10.0
 _TIMER_MARGIN_S = 2.0  # the C timer waits longer than the pulse thread, which can say more
 
 
@@ -118,7 +122,16 @@ class LoopWatchdog:
         line = f"{self._name}: no progress for {elapsed:.1f} s{what}, turn {self.count}"
         self._write(line + "; stacks of all threads:")
         faulthandler.dump_traceback(file=self._file, all_threads=True)
+        self._dump_native()
         _log.warning("no progress for %.1f s%s; stacks are in the watchdog log", elapsed, what)
+
+    def _dump_native(self) -> None:
+        """Native frames too, where py-spy is installed and allowed to look (containers mostly forbid it)."""
+        spy = shutil.which("py-spy")
+        if spy is not None:
+            command = [spy, "dump", "--native", "--pid", str(os.getpid())]
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(command, stdout=self._file, stderr=self._file, timeout=_SPY_TIMEOUT_S, check=False)
 
     def _write(self, text: str) -> None:
         try:

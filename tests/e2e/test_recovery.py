@@ -23,13 +23,15 @@ PROMPTS = [f"Story {number}: the \U0001f43b and the 熊 met in Zürich, ကြ�
 class Stream:
     """One streamed completion in a thread: what it said, and how many events have come so far."""
 
-    def __init__(self, server: Server, prompt: str, max_tokens: int, progress: threading.Semaphore) -> None:
+    def __init__(
+        self, server: Server, prompt: str, max_tokens: int, progress: threading.Semaphore, model: str = "sim"
+    ) -> None:
         self.text = ""
         self.errors: list[Any] = []
         self.finish_reason: str | None = None
         self.done = False
-        body = {"model": "sim", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        for data in server.stream("/v1/completions", body):
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        for data in server.stream("/v1/completions", body, timeout_s=120):
             progress.release()
             if data == "[DONE]":
                 self.done = True
@@ -43,14 +45,14 @@ class Stream:
                 self.finish_reason = choice["finish_reason"] or self.finish_reason
 
 
-def run_streams(server: Server, disturb: Any = None, max_tokens: int = 60) -> list[Stream]:
+def run_streams(server: Server, disturb: Any = None, max_tokens: int = 60, model: str = "sim") -> list[Stream]:
     """All prompts at once; `disturb(progress)` runs meanwhile and may wait for events."""
     progress = threading.Semaphore(0)
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        futures = [pool.submit(Stream, server, prompt, max_tokens, progress) for prompt in PROMPTS]
+        futures = [pool.submit(Stream, server, prompt, max_tokens, progress, model) for prompt in PROMPTS]
         if disturb is not None:
             disturb(progress)
-        return [future.result(60) for future in futures]
+        return [future.result(120) for future in futures]
 
 
 def after_events(progress: threading.Semaphore, count: int) -> None:
@@ -87,6 +89,23 @@ def test_no_stream_and_no_byte_is_lost(victims: list[str], start_server: StartSe
         wait_until(lambda: is_ready(server), 20, "ready again")
     for name in victims:
         assert f"started {name}, pid {newest_pid(server, name)}, incarnation 4" in server.log("supervisor")
+
+
+def test_a_real_model_goes_on_where_it_was(start_server: StartServer) -> None:
+    """The same with weights: a new engine computes the prompt and the tokens so far again, and goes on as before."""
+    server = start_server("smollm2-135m", "--max-model-len", "2048", "--kv-cache-memory", "256MiB", wait=False)
+    server.wait_ready(240)
+    undisturbed = run_streams(server, model="smollm2-135m", max_tokens=24)
+
+    def disturb(progress: threading.Semaphore) -> None:
+        after_events(progress, 150)
+        for name in ("detok-0", "engine-0"):
+            os.kill(newest_pid(server, name), signal.SIGKILL)
+
+    streams = run_streams(server, disturb, model="smollm2-135m", max_tokens=24)
+    assert [stream.errors for stream in streams] == [[]] * len(PROMPTS)
+    assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
+    assert "engine-0" in server.output and "is back, life 2" in server.output
 
 
 def test_too_many_deaths_end_everything_with_an_error_event_and_code_70(start_server: StartServer) -> None:

@@ -52,8 +52,9 @@ def test_a_stopped_process_is_seen_and_nothing_is_lost(sim_server: Server) -> No
     next(events)
     os.kill(pid, signal.SIGSTOP)
     try:
-        wait_until(lambda: sim_server.get("/ready")[0] == 503, 4, "not ready")
+        wait_until(lambda: sim_server.get("/ready")[0] == 503, 2.2, "not ready within two seconds")
         assert "detok-0" in str(sim_server.get("/ready")[1])
+        assert sim_server.get("/health")[0] == 503
     finally:
         os.kill(pid, signal.SIGCONT)
     wait_until(lambda: is_ready(sim_server), 5, "ready again")

@@ -134,3 +134,13 @@ def test_native_code_that_holds_the_lock_is_seen_too(tmp_path: Path, monkeypatch
 def test_sigusr1_writes_all_stacks(bench: Bench) -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
     assert "test_sigusr1_writes_all_stacks" in bench.text
+
+
+def test_native_frames_are_added_where_py_spy_is(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = tmp_path / "py-spy"
+    spy.write_text('#!/bin/sh\necho "native frames of $4"\n')
+    spy.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    bench.dog.check(0)
+    bench.dog.check(11)
+    assert f"native frames of {os.getpid()}" in bench.text
