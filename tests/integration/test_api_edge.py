@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from nanoserve.config import ApiConfig, ServerConfig
+from nanoserve.ipc.columns import pack_ids
 from tests.integration.api_ring import Api, loaded_api, running_api
 
 COMPLETIONS = "/v1/completions"
@@ -145,3 +147,36 @@ async def test_no_plain_text_reaches_a_client_with_a_wrong_key_file(tmp_path: Pa
 
     with pytest.raises(StartupError):
         Access(replace(ApiConfig(), api_key_file=str(tmp_path / "missing")))
+
+
+async def test_a_client_that_never_reads_is_cut_at_the_cap_and_its_text_merges(tmp_path: Path) -> None:
+    async with loaded_api(tmp_path, config(stream_buffer_bytes=100_000)) as api:
+        api.ring.script = lambda add: None
+        body = json.dumps({"prompt": "x", "max_tokens": 50, "stream": True}).encode()
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        )
+        deaf = socket.socket()
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(deaf, ("127.0.0.1", urlsplit(api.url).port))
+        deaf.send(head % len(body) + body)
+        add = await api.ring.next_added()
+        for step in range(400):  # the kernel's buffers take some megabytes first
+            api.ring.send(
+                request_ids=[add.request_id],
+                deltas=["y" * 50_000],
+                char_offset=[step * 50_000],
+                first_index=[step],
+                num_tokens=[1],
+                token_ids=pack_ids([121]),
+            )
+            await asyncio.sleep(0.005)
+            if api.ring.aborted:
+                break
+        await api.ring.until(lambda: api.ring.aborted)
+        assert api.ring.aborted[0].request_ids == [add.request_id]
+        assert api.process.context.metrics.slow_readers_cut == 1
+        deaf.close()
+        api.ring.script = api.ring.finish_at_once
+        assert (await api.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}))[0] == 200
