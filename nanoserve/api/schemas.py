@@ -44,6 +44,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
@@ -178,7 +179,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "chat_template": (),
     "documents": ([],),
-    "stop_regex": ([], ""),
     "repetition_detection": (),
     "logits_processors": ([],),
     "custom_logit_processor": (),

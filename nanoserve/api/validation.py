@@ -19,6 +19,7 @@ from nanoserve.api.schemas import SamplingFields
 from nanoserve.config import ServerConfig
 from nanoserve.errors import RequestError
 from nanoserve.ipc.messages import EmitMode, SamplingParams, TextSpec
+from nanoserve.stop_regex import compile_regex
 
 Number = TypeVar("Number", int, float)
 
@@ -26,6 +27,7 @@ MAX_N = 128
 MAX_SEQUENCES = 2048  # prompts times n
 _MAX_STOP_CHARS = 1024
 _MAX_STOP_IDS = 256
+_MAX_STOP_REGEXES = 4
 _MAX_BIASES = 1024
 _MAX_ALLOWED = 8192
 _MAX_BAD_WORDS = 64
@@ -183,6 +185,7 @@ class Checker:
             skip_special_tokens=body.skip_special_tokens is not False,
             spaces_between_special_tokens=body.spaces_between_special_tokens is not False,
             stop=self._stop_strings(body.stop),
+            stop_regex=_stop_regexes(body.stop_regex),
             include_stop_str_in_output=bool(body.include_stop_str_in_output or body.no_stop_trim),
             min_tokens=min_tokens,
             return_token_ids=bool(body.return_token_ids),
@@ -268,6 +271,19 @@ def real(name: str, value: float | None, default: float, low: float, high: float
         bracket = "(" if open_low else "["
         raise RequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value:g}.", param=name)
     return value
+
+
+def _stop_regexes(given: str | list[str] | None) -> tuple[str, ...]:
+    patterns = [given] if isinstance(given, str) else given or []
+    patterns = [pattern for pattern in dict.fromkeys(patterns) if pattern]
+    if len(patterns) > _MAX_STOP_REGEXES:
+        raise RequestError(f"stop_regex may hold at most {_MAX_STOP_REGEXES} patterns.", param="stop_regex")
+    for pattern in patterns:
+        try:
+            compile_regex(pattern)
+        except ValueError as error:
+            raise RequestError(f"A pattern of stop_regex {error}.", param="stop_regex") from error
+    return tuple(patterns)
 
 
 def _bad_words(words: list[str] | None) -> tuple[str, ...]:

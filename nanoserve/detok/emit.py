@@ -206,7 +206,7 @@ def _scan(row: Row, pieces: list[str], decoder: Decoder | None, was_head: bool) 
         if hit is not None:
             text = state.held_back + text + piece[: hit.end]
             if not spec.include_stop_str_in_output:
-                text = text[: len(text) - len(hit.stop)]
+                text = text[: len(text) - hit.length]
             return text, at + 1, hit.stop
         text += piece
     return text, len(row.token_ids), None

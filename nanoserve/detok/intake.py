@@ -15,7 +15,7 @@ import msgspec
 from nanoserve.detok.emit import Columns, Row
 from nanoserve.detok.logprobs import ScoreLine, prompt_entries
 from nanoserve.detok.state import RequestState, StateTable
-from nanoserve.detok.stop_strings import StopMatcher
+from nanoserve.detok.stop_strings import make_matcher
 from nanoserve.detok.vocabulary import Vocabulary
 from nanoserve.ipc.columns import unpack_ids
 from nanoserve.ipc.ids import api_index
@@ -152,10 +152,12 @@ class Intake:
         vocabulary = self._vocabulary
         if vocabulary is not None and spec.detokenize:
             state.stream = vocabulary.decoder.open(spec.prompt_tail, skip_special=spec.skip_special_tokens)
-            if spec.stop:
-                state.matcher = StopMatcher(spec.stop)
-                state.stop_tokens = vocabulary.stop_tokens(spec.stop)
-            state.is_plain = not spec.stop and spec.emit is EmitMode.STREAM and not failure
+            try:
+                state.matcher = make_matcher(spec.stop, spec.stop_regex)
+            except ValueError:
+                failure = "The request's stop strings or patterns cannot be used."
+            state.stop_tokens = vocabulary.stop_tokens(spec.stop)
+            state.is_plain = state.matcher is None and spec.emit is EmitMode.STREAM and not failure
         self._states.put(state)
         row = drain.rows[request_id] = Row(state, 0, [], rebuilt=bool(token_ids), failure=failure)
         drain.suspect |= bool(token_ids)

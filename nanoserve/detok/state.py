@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from nanoserve.detok.incremental import TextStream
 from nanoserve.detok.logprobs import ScoreLine
-from nanoserve.detok.stop_strings import StopMatcher
+from nanoserve.detok.stop_strings import Matcher
 from nanoserve.ipc.messages import TextSpec
 
 
@@ -24,7 +24,7 @@ class RequestState:
     spec: TextSpec
     stream: TextStream | None  # None: ids only
     is_plain: bool = False  # its text goes out as it is decoded: no stop strings, streamed
-    matcher: StopMatcher | None = None
+    matcher: Matcher | None = None
     stop_tokens: dict[int, str] = field(default_factory=dict)  # stop strings that are one special token
     scores: ScoreLine | None = None
     num_tokens: int = 0  # ids taken in: the next row begins here

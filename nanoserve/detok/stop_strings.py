@@ -14,14 +14,30 @@ from __future__ import annotations
 import re
 from collections import deque
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from nanoserve.stop_regex import RegexMatcher
 
 _ROOT = 0
 
 
 class StopHit(NamedTuple):
     end: int  # characters of the scanned piece up to the end of the match
-    stop: str
+    length: int  # characters of the match; it may have begun in an earlier piece
+    stop: str  # the stop string or pattern
+
+
+class Matcher(Protocol):
+    """Reads one request's text piece by piece."""
+
+    def scan(self, piece: str, *, armed: bool = True) -> StopHit | None:
+        """Advances over `piece` up to the first match. Unarmed matches (before `min_tokens`) do not count."""
+        ...
+
+    @property
+    def held(self) -> int:
+        """Characters at the end of the text that may still become a match; the least that is safe."""
+        ...
 
 
 class StopAutomaton:
@@ -106,7 +122,7 @@ class StopMatcher:
             stop = machine.match[state]
             if stop is not None and armed:
                 self._state = state
-                return StopHit(position, stop)
+                return StopHit(position, len(stop), stop)
         # A complete stop string that did not count is no proper prefix of anything unless the trie goes on.
         while state != _ROOT and not machine.next[state]:
             state = machine.fail[state]
@@ -117,3 +133,32 @@ class StopMatcher:
     def held(self) -> int:
         """Characters at the end of the text that may still become a stop string; the least that is safe."""
         return self._automaton.depth[self._state]
+
+
+class AnyMatcher:
+    """Stop strings and patterns together: the match that ends first wins, the longest of those that end there."""
+
+    __slots__ = ("_patterns", "_strings")
+
+    def __init__(self, stops: tuple[str, ...], patterns: tuple[str, ...]) -> None:
+        self._strings = [StopMatcher(stops)] if stops else []
+        self._patterns = [RegexMatcher(pattern) for pattern in patterns]
+
+    def scan(self, piece: str, *, armed: bool = True) -> StopHit | None:
+        hits = [hit for strings in self._strings if (hit := strings.scan(piece, armed=armed)) is not None]
+        for matcher in self._patterns:
+            found = matcher.scan(piece, armed=armed)
+            if found is not None:
+                hits.append(StopHit(found.end, found.length, matcher.pattern))
+        return min(hits, key=lambda hit: (hit.end, -hit.length), default=None)
+
+    @property
+    def held(self) -> int:
+        return max([*(strings.held for strings in self._strings), *(pattern.held for pattern in self._patterns)])
+
+
+def make_matcher(stops: tuple[str, ...], patterns: tuple[str, ...] = ()) -> Matcher | None:
+    """The matcher of a request; None when it has nothing to stop at. ValueError for what api should have refused."""
+    if patterns:
+        return AnyMatcher(stops, patterns)
+    return StopMatcher(stops) if stops else None

@@ -92,6 +92,7 @@ class TextSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     min_tokens: int = 0  # stop strings that end within this many tokens do not count
     return_token_ids: bool = False
     detokenize: bool = True  # False: ids only, text stays empty
+    stop_regex: tuple[str, ...] = ()  # patterns of `nanoserve.stop_regex`
 
 
 # ---- api -> engine ---------------------------------------------------------------------------------------

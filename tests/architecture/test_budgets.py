@@ -14,7 +14,9 @@ SELF_ATTRIBUTES = 15
 METHODS = 20
 OWN_IMPORTS = 15
 
-LONG_FILES: dict[str, int] = {}
+LONG_FILES = {
+    "nanoserve/ipc/messages.py": 450,  # the whole protocol is one module, by rule
+}
 BIG_CLASSES = {
     "RequestStream": (20, METHODS),  # the record of one request: a list of plain fields
     "Scheduler": (SELF_ATTRIBUTES, 24),  # many small private methods, few attributes

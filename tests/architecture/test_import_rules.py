@@ -18,12 +18,13 @@ ALLOWED = {
     "ipc": {"errors"},
     "obs": _BASE | {"ipc"},
     "tokenizer": _BASE,
+    "stop_regex": set[str](),
     "hub": _BASE | {"obs", "tokenizer"},
     "sched": _BASE | {"ipc"},
     "runner": _BASE | {"ipc", "obs", "hub", "sched", "tokenizer"},
     "engine": _BASE | {"ipc", "obs", "hub", "sched", "runner", "tokenizer"},
-    "detok": _BASE | {"ipc", "obs", "hub", "tokenizer"},
-    "api": _BASE | {"ipc", "obs", "hub", "tokenizer"},
+    "detok": _BASE | {"ipc", "obs", "hub", "tokenizer", "stop_regex"},
+    "api": _BASE | {"ipc", "obs", "hub", "tokenizer", "stop_regex"},
 }
 # The cores that take values and return values: no clock, no socket, no file, no thread.
 PURE = ["nanoserve.sched.", "nanoserve.detok.incremental", "nanoserve.detok.stop_strings", "nanoserve.detok.state"]

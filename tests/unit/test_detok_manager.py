@@ -255,6 +255,26 @@ def test_a_stop_string_that_is_a_special_token_stops_at_its_id(skip: bool) -> No
     assert got.finished.finished.num_output_tokens == 3
 
 
+@pytest.mark.parametrize("size", [1, 3, 50])
+def test_patterns_stop_like_strings_and_the_first_to_end_wins(size: int) -> None:
+    ids = word("say <b>one</b> and 42 times")
+    spec = TextSpec(stop=("times",), stop_regex=(r"\d+", r"</?\w>"))
+    got = run_one(ids, spec, size).of(1)
+    assert got.text == "say " and got.ids == ids[: len("say <b>")]
+    assert got.finished is not None and got.finished.stop_string == r"</?\w>"
+    later = TextSpec(stop=("and",), stop_regex=(r"\d{2}",), min_tokens=len("say <b>one</b> and"))
+    got = run_one(ids, later, size).of(1)
+    assert got.text == "say <b>one</b> and " and got.finished is not None
+    assert got.finished.stop_string == r"\d{2}"
+    shown = TextSpec(stop_regex=(r"o\w+",), include_stop_str_in_output=True)
+    assert run_one(ids, shown, size).of(1).text == "say <b>on"
+
+
+def test_a_pattern_that_api_should_have_refused_is_that_requests_error() -> None:
+    got = run_one(word("ab"), TextSpec(stop_regex=("(",))).of(1)
+    assert got.finished is not None and got.finished.finished.reason is FinishReason.ERROR
+
+
 def test_text_is_held_only_while_it_may_become_a_stop_string() -> None:
     ring = Ring(TOKENIZER)
     ring.engine.add(1, word("ab STOX yz"), TextSpec(stop=("STOP",)))

@@ -1,0 +1,107 @@
+"""Speculation by prompt lookup: which rows of a step get drafts, how many, and what became of them. Pure.
+
+Owned by the scheduler. A draft is a guess of a token to come; the executor computes it beside the newest token and keeps
+those that it would have drawn itself (`sched.plan.PlanRow`). So drafts change when tokens come, never which.
+
+A draft costs a token's share of the step and saves, where it is right, a whole step of its request. Drafts come last in
+a step: they take no token, block or seat that a prompt or another stream could use, and preempt nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+
+from nanoserve.sched.block_tables import BlockTables
+from nanoserve.sched.ngram import NgramIndex
+from nanoserve.sched.plan import PlanRow
+from nanoserve.sched.request import Request
+
+# What a step costs before its first token, in tokens: reading the weights, against the arithmetic of one more token.
+# Measured with bench.steps on two cores; a GPU's is larger, so there this drafts too little rather than too much.
+STEP_COST_TOKENS = 16
+# Before anything is known, a draft is expected right this often, as if that had been seen in so many tries.
+PRIOR_RATE = 0.75
+PRIOR_TRIES = 2.0
+DECAY = 0.9  # of what is known, with each row of drafts that was tried
+FORGET = 0.97  # the same, with each step in which a draft seemed not worth its cost: so it is tried again
+
+
+@dataclass(slots=True)
+class Drafting:
+    """What is known about one request's drafts."""
+
+    index: NgramIndex
+    num_right: float = 0.0
+    num_tried: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """How likely a draft is right, the ones before it being right. Strictly between 0 and 1."""
+        return (self.num_right + PRIOR_RATE * PRIOR_TRIES) / (self.num_tried + PRIOR_TRIES)
+
+    def learn(self, num_drafts: int, num_accepted: int) -> None:
+        """Drafts after the first wrong one tell nothing."""
+        self.num_right = DECAY * self.num_right + num_accepted
+        self.num_tried = DECAY * self.num_tried + min(num_accepted + 1, num_drafts)
+
+    def forget(self) -> None:
+        self.num_right *= FORGET
+        self.num_tried *= FORGET
+
+
+def num_accepted(draft_token_ids: list[int], new_ids: list[int]) -> int:
+    """How many drafts a row's new tokens confirm. The last new token is never a computed draft: it was drawn."""
+    count = 0
+    for draft, token in zip(draft_token_ids, new_ids[:-1], strict=False):
+        if draft != token:
+            break
+        count += 1
+    return count
+
+
+class Drafter:
+    """`num_draft_tokens`: most drafts of a row, 0 is none at all; `shortest_match`: ids that must have stood before."""
+
+    def __init__(self, num_draft_tokens: int, shortest_match: int) -> None:
+        self._num_draft_tokens = num_draft_tokens
+        self._shortest_match = shortest_match
+
+    def add_drafts(
+        self, rows: list[PlanRow], running: dict[int, Request], tables: BlockTables, max_num_tokens: int
+    ) -> None:
+        """Appends drafts to the rows of a plan that compute one token, as far as tokens and blocks are left over."""
+        if not self._num_draft_tokens:
+            return
+        num_tokens = sum(row.num_tokens for row in rows)
+        budget = max_num_tokens - num_tokens
+        # A right draft is worth a row's share of the step, and costs one token. Worth it from this probability on:
+        threshold = len(rows) / (STEP_COST_TOKENS + num_tokens)
+        for row in rows:
+            if budget <= 0:
+                break
+            if row.samples and row.num_tokens == 1:
+                budget -= self._draft(running[row.request_id], row, tables, budget, threshold, len(running))
+
+    def _draft(
+        self, request: Request, row: PlanRow, tables: BlockTables, budget: int, threshold: float, num_spare: int
+    ) -> int:
+        if request.drafting is None:
+            request.drafting = Drafting(NgramIndex(self._shortest_match))
+        # The token after the last draft is drawn too, and must be one that the request may still have.
+        wanted = min(self._num_draft_tokens, request.max_output_tokens - request.num_output_tokens - 1, budget)
+        drafts = request.drafting.index.propose(request.token_ids, wanted)
+        if not drafts:
+            return 0
+        worth = int(log(threshold) / log(request.drafting.rate))  # rate ** worth >= threshold
+        if worth == 0:
+            request.drafting.forget()
+        count = min(len(drafts), worth, tables.room_for(request, 1 + len(drafts), num_spare) - 1)
+        if count <= 0:
+            return 0
+        new_block_ids = tables.grow(request, 1 + count)
+        assert new_block_ids is not None, "there was room"
+        row.new_block_ids += new_block_ids
+        row.num_tokens += count
+        row.draft_token_ids = drafts[:count]
+        return count
