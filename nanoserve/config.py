@@ -98,10 +98,18 @@ class SchedulerConfig:
         1024, "most requests that wait; more are refused with 503", aliases=("max-queued-requests",)
     )
     scheduling_policy: str = option(
-        "fcfs", "order of waiting requests; priority: lower first", choices=("fcfs", "priority"),
+        "fcfs", "order of waiting requests; priority: lower first; fair: equal shares for every API key",
+        choices=("fcfs", "priority", "fair"),
         aliases=("schedule-policy",),
     )  # fmt: skip
     prefix_cache: bool = option(True, "reuse the KV blocks of equal prompt beginnings")
+    speculative_num_tokens: int = option(
+        0, "most tokens that a step drafts for one answer, from what followed in earlier text; answers stay the same; "
+        "0: off", aliases=("num-speculative-tokens", "speculative-num-draft-tokens"),
+    )  # fmt: skip
+    speculative_ngram_min: int = option(
+        3, "tokens that must have stood before, so that what followed them is drafted", aliases=("prompt-lookup-min",)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +167,9 @@ class ApiConfig:
         1 << 20, "text that a stream holds for a client that does not read; beyond it the connection is cut", size=True
     )
     write_timeout: float = option(120.0, "seconds a client may leave a stream unread; 0: no limit")
+    accept_timeout: float = option(
+        60.0, "seconds a new request waits for a restarting engine to take it; then 503; 0: no limit"
+    )
     overload_status: str = option("503", "status of requests refused because the queue is full", choices=("503", "429"))
     drain_timeout: float = option(30.0, "seconds that live streams get after SIGTERM", aliases=("shutdown-timeout",))
 
@@ -174,6 +185,7 @@ class ObsConfig:
     stats_interval: float = option(10.0, "seconds between the status lines of a busy process; 0: none")
     watchdog_soft: float = option(30.0, "seconds without progress before all stacks go to the watchdog log; 0: off")
     watchdog_hard: float = option(300.0, "seconds without progress before that process is ended; 0: never")
+    slow_step: float = option(2.0, "seconds after which a step is logged with its likely reason; 0: never")
     startup_timeout: float = option(600.0, "seconds for all processes to become ready")
     max_restarts: int = option(5, "restarts of one process within ten minutes before the whole server ends")
     fault: tuple[str, ...] = option((), "for tests: PROCESS:ACTION[=VALUE]@TURN[!], see nanoserve/obs/faults.py")

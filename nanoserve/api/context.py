@@ -15,6 +15,7 @@ from aiohttp import web
 from nanoserve.api.access import Access
 from nanoserve.api.admission import Admission
 from nanoserve.api.engine_client import EngineClient
+from nanoserve.api.fairness import FairClock
 from nanoserve.api.lifecycle import Lifecycle
 from nanoserve.api.metrics import Metrics
 from nanoserve.api.pacing import Pacer
@@ -33,6 +34,7 @@ class ApiContext:
     access: Access
     seeds: random.Random
     clock_s: Callable[[], float] = field(default=time.monotonic)
+    fair: FairClock | None = None  # with --scheduling-policy fair
     checker: Checker | None = None  # set when the model is loaded
 
     def require_checker(self) -> Checker:

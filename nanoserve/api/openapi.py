@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from nanoserve import __version__
+from nanoserve.api.context import CONTEXT
 from nanoserve.api.messages import MessagesBody
 from nanoserve.api.responses import ResponsesBody
 from nanoserve.api.schemas import AbortBody, ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
@@ -59,16 +60,20 @@ _STATUSES = {
 }
 
 
-async def openapi(_: web.Request) -> web.Response:
-    return web.Response(body=_document(), content_type="application/json")
+async def openapi(request: web.Request) -> web.Response:
+    body = _document(request.app[CONTEXT].config.served_names)
+    return web.Response(body=body, content_type="application/json")
 
 
 @cache
-def _document() -> bytes:
+def _document(names: tuple[str, ...]) -> bytes:
     bodies = list(dict.fromkeys(body for body, _, _ in _POSTS.values()))
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     for (struct, field), schema in _RAW_FIELDS.items():
         schemas[struct]["properties"][field] = schema
+    for schema in schemas.values():
+        if "model" in schema["properties"]:
+            schema["properties"]["model"] = {"enum": [*names, None], "default": None}
     schemas["Error"] = {
         "type": "object",
         "required": ["error"],

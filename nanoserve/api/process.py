@@ -24,6 +24,7 @@ from nanoserve.api.app import build_app
 from nanoserve.api.context import ApiContext
 from nanoserve.api.edge import Edge
 from nanoserve.api.engine_client import EngineClient, NewRequest
+from nanoserve.api.fairness import FairClock
 from nanoserve.api.lifecycle import Lifecycle
 from nanoserve.api.metrics import Metrics
 from nanoserve.api.model import ServedModel, load_served_model
@@ -89,6 +90,7 @@ class ApiProcess:
             metrics=metrics,
             pacer=Pacer(),
             access=Access(config.api),
+            fair=FairClock() if config.scheduler.scheduling_policy == "fair" else None,
             seeds=random.Random(config.model.seed) if config.model.seed else random.SystemRandom(),
         )
         metrics.watch_client(client.counters)

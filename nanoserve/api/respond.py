@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from aiohttp import web
 
 from nanoserve.api import sse
+from nanoserve.api.access import given_key
 from nanoserve.api.context import ApiContext
 from nanoserve.api.engine_client import ABORTED_WORD, NewRequest
 from nanoserve.api.errors import Unavailable, from_failure
@@ -46,13 +47,14 @@ class Job:
 async def respond(request: web.Request, context: ApiContext, job: Job, form: ResponseFormat) -> web.StreamResponse:
     """Runs the job and answers. RequestError before the first byte becomes the status line (`app` writes it)."""
     num_requests = len(job.requests)
+    requests = _with_fair_tags(request, context, job.requests)
     context.admission.admit(num_requests, context.clock_s())
     outlet = Outlet()
     streams: list[RequestStream] = []
     exchange = Exchange(request, context, job, form, outlet, streams)
     context.pacer.add(exchange)
     try:
-        streams.extend(context.client.submit(new, outlet) for new in job.requests)
+        streams.extend(context.client.submit(new, outlet) for new in requests)
         return await (exchange.stream() if job.stream else exchange.unary())
     except ConnectionResetError:
         raise asyncio.CancelledError from None  # a client that goes away is not a fault, and nobody reads an answer
@@ -174,6 +176,8 @@ class Exchange:
         return data
 
     def _take(self, stream: RequestStream) -> Piece:
+        if stream.num_taken == 0 and self._context.fair is not None:
+            self._context.fair.started(stream.request.priority)
         piece = stream.take()
         if piece.finished is not None:
             self._num_ended += 1
@@ -209,10 +213,19 @@ class Exchange:
         job = self._job
         if job.timeout_s is not None and now_s - self._began_s >= job.timeout_s:
             self._context.client.expire(self._streams)
-        elif job.queue_timeout_s is not None and now_s - self._began_s >= job.queue_timeout_s:
-            self._queue_expired = not any(stream.first_ns for stream in self._streams)
-            if self._queue_expired:
-                self._outlet.wake()
+        elif self._waits_too_long(now_s):
+            self._queue_expired = True
+            self._outlet.wake()
+
+    def _waits_too_long(self, now_s: float) -> bool:
+        """Nothing has come within the client's own queue time, or no engine takes the request."""
+        waited_s = now_s - self._began_s
+        if self._job.queue_timeout_s is not None and waited_s >= self._job.queue_timeout_s:
+            return not any(stream.first_ns for stream in self._streams)
+        limit_s = self._context.config.api.accept_timeout
+        if not limit_s or waited_s < limit_s:
+            return False
+        return not any(stream.first_ns or stream.accepted is not None for stream in self._streams)
 
     def _comment_if_silent(self, since_s: float, now_s: float) -> None:
         keep_alive_s = self._context.config.api.sse_keep_alive
@@ -231,6 +244,15 @@ class Exchange:
         if too_long or pending > api.stream_buffer_bytes:
             self._context.metrics.slow_readers_cut += 1
             writer.cut()
+
+
+def _with_fair_tags(request: web.Request, context: ApiContext, requests: Sequence[NewRequest]) -> Sequence[NewRequest]:
+    """With fair scheduling: priorities by API key; clients without one share a place."""
+    if context.fair is None:
+        return requests
+    key = given_key(request.headers)
+    tag = context.fair.tag
+    return [replace(new, priority=tag(key, len(new.prompt_token_ids) + new.sampling.max_tokens)) for new in requests]
 
 
 def _failure_of(piece: Piece) -> RequestError | None:

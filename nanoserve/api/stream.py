@@ -132,6 +132,11 @@ class RequestStream:
     def request_id(self) -> int:
         return self.request.request_id
 
+    @property
+    def num_taken(self) -> int:
+        """Ids that the writer has seen."""
+        return self._num_taken
+
     def push_row(
         self,
         delta: str,

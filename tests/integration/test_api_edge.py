@@ -180,3 +180,37 @@ async def test_a_client_that_never_reads_is_cut_at_the_cap_and_its_text_merges(t
         deaf.close()
         api.ring.script = api.ring.finish_at_once
         assert (await api.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}))[0] == 200
+
+
+async def test_fair_scheduling_gives_each_key_its_own_place_in_the_queue(tmp_path: Path) -> None:
+    fair = replace(config(api_key=("a", "b")), scheduler=replace(ServerConfig().scheduler, scheduling_policy="fair"))
+    async with loaded_api(tmp_path, fair) as api:
+        body = {"prompt": "x", "max_tokens": 9}
+        for _ in range(3):
+            await api.post(COMPLETIONS, {**body, "stream": False}, Authorization="Bearer a")
+        api.ring.script = lambda add: None
+        waiting = [asyncio.create_task(api.post(COMPLETIONS, body, Authorization="Bearer a")) for _ in range(3)]
+        await api.ring.until(lambda: len(api.ring.added) == 7)
+        waiting.append(asyncio.create_task(api.post(COMPLETIONS, body, Authorization="Bearer b")))
+        await api.ring.until(lambda: len(api.ring.added) == 8)
+        *flood, modest = [add.sampling.max_tokens and add.priority for add in api.ring.added[4:]]
+        assert flood == sorted(set(flood)) and modest < flood[1]
+        for add in api.ring.added[4:]:
+            api.ring.finish_at_once(add)
+        await asyncio.gather(*waiting)
+
+
+async def test_a_request_that_no_engine_takes_is_refused_in_time(tmp_path: Path) -> None:
+    async with loaded_api(tmp_path, config(accept_timeout=0.3)) as api:
+        api.ring.script = lambda add: None
+        api.ring.auto_accept = False
+        for stream in (False, True):
+            async with api.http.post(api.url + COMPLETIONS, json={"prompt": "x", "stream": stream}) as response:
+                assert response.status == 503 and int(response.headers["Retry-After"]) >= 1
+        api.ring.auto_accept = True
+        waiting = asyncio.create_task(api.post(COMPLETIONS, {"prompt": "x", "max_tokens": 2}))
+        await api.ring.until(lambda: len(api.ring.added) == 4)
+        await asyncio.sleep(0.7)
+        assert not waiting.done()  # accepted: now it may wait as long as it takes
+        api.ring.finish_at_once(api.ring.added[-1])
+        assert (await waiting)[0] == 200

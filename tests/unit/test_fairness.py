@@ -1,0 +1,55 @@
+"""Fair queueing by key, played against a queue that serves one request at a time."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count
+
+from nanoserve.api.fairness import FairClock
+
+
+def play(arrivals: list[tuple[int, str, int]]) -> dict[str, list[int]]:
+    """Arrivals of (time, key, tokens), one token a tick, lowest tag first; returns each key's waiting times."""
+    clock = FairClock()
+    order = count()
+    queue: list[tuple[int, int, int, str, int]] = []
+    waited: dict[str, list[int]] = {}
+    now, pending = 0, sorted(arrivals)
+    while pending or queue:
+        while pending and pending[0][0] <= now:
+            arrived, key, tokens = pending.pop(0)
+            heapq.heappush(queue, (clock.tag(key, tokens), next(order), arrived, key, tokens))
+        if not queue:
+            now = pending[0][0]
+            continue
+        tag, _, arrived, key, tokens = heapq.heappop(queue)
+        clock.started(tag)
+        waited.setdefault(key, []).append(now - arrived)
+        now += tokens
+    return waited
+
+
+def test_a_flood_does_not_starve_a_modest_key() -> None:
+    flood = [(0, "flood", 10) for _ in range(500)]
+    modest = [(100 * i, "modest", 10) for i in range(40)]
+    waited = play(flood + modest)
+    assert max(waited["modest"]) <= 20  # what runs, and one more
+    assert max(waited["flood"]) > 4000
+
+
+def test_equal_keys_get_equal_shares_whatever_the_size_of_their_requests() -> None:
+    waited = play([(0, "big", 100) for _ in range(50)] + [(0, "small", 10) for _ in range(500)])
+    assert abs(max(waited["big"]) - max(waited["small"])) <= 200
+
+
+def test_an_idle_key_saves_nothing_up() -> None:
+    clock = FairClock()
+    for _ in range(100):
+        clock.started(clock.tag("busy", 10))
+    assert clock.tag("late", 10) >= clock.tag("busy", 10) - 20
+
+
+def test_a_single_key_is_served_in_order() -> None:
+    clock = FairClock()
+    tags = [clock.tag("", 10) for _ in range(10)]
+    assert tags == sorted(tags) and len(set(tags)) == 10
