@@ -25,6 +25,7 @@ from types import TracebackType
 _log = logging.getLogger(__name__)
 
 EXIT_WATCHDOG = 71
+_MAX_BYTES = 8 << 20  # past it a new life of the process begins a new file
 _SPY_TIMEOUT_S = 10.0
 _TIMER_MARGIN_S = 2.0  # the C timer waits longer than the pulse thread, which can say more
 
@@ -78,6 +79,8 @@ class LoopWatchdog:
         self._seen = -1
         self._since = 0.0
         self._dumped = False
+        if path.exists() and path.stat().st_size > _MAX_BYTES:
+            path.replace(path.with_name(path.name + ".1"))
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._write(
             f"watching {name}: soft limit {soft_s:g} s, hard limit {hard_s:g} s; SIGUSR1 writes all stacks here"

@@ -91,6 +91,17 @@ def test_no_stream_and_no_byte_is_lost(victims: list[str], start_server: StartSe
         assert f"started {name}, pid {newest_pid(server, name)}, incarnation 4" in server.log("supervisor")
 
 
+@pytest.mark.parametrize("name", ["detok-0", "engine-0"])
+def test_a_request_that_comes_while_a_part_is_down_waits_for_it(name: str, start_server: StartServer) -> None:
+    server = start_server("sim")
+    body = {"model": "sim", "prompt": "hello", "max_tokens": 5}
+    right = server.post("/v1/completions", body)[1]["choices"]
+    os.kill(server.pids[name], signal.SIGKILL)
+    for _ in range(3):
+        status, answer = server.post("/v1/completions", body, 30)
+        assert (status, answer["choices"]) == (200, right)
+
+
 def test_a_real_model_goes_on_where_it_was(start_server: StartServer) -> None:
     """The same with weights: a new engine computes the prompt and the tokens so far again, and goes on as before."""
     server = start_server("smollm2-135m", "--max-model-len", "2048", "--kv-cache-memory", "256MiB", wait=False)

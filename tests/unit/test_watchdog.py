@@ -144,3 +144,10 @@ def test_native_frames_are_added_where_py_spy_is(bench: Bench, tmp_path: Path, m
     bench.dog.check(0)
     bench.dog.check(11)
     assert f"native frames of {os.getpid()}" in bench.text
+
+
+def test_a_big_file_is_put_aside_at_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "w.log"
+    path.write_text("old line\n" * 1_000_000)
+    Bench(path, 1, 2).dog.close()
+    assert path.stat().st_size < 1000 and (tmp_path / "w.log.1").stat().st_size > 8 << 20
