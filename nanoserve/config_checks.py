@@ -43,6 +43,8 @@ def _check_ranges(config: ServerConfig) -> None:
         ("engine_threads", config.engine.engine_threads, 0),
         ("max_num_seqs", config.scheduler.max_num_seqs, 1),
         ("max_num_queued", config.scheduler.max_num_queued, 0),
+        ("speculative_num_tokens", config.scheduler.speculative_num_tokens, 0),
+        ("speculative_ngram_min", config.scheduler.speculative_ngram_min, 1),
         ("block_size", config.cache.block_size, 1),
         ("kv_cache_memory", config.cache.kv_cache_memory, 0),
         ("num_kv_blocks", config.cache.num_kv_blocks, 0),
@@ -58,6 +60,7 @@ def _check_ranges(config: ServerConfig) -> None:
         ("stats_interval", config.obs.stats_interval, 0),
         ("watchdog_soft", config.obs.watchdog_soft, 0),
         ("watchdog_hard", config.obs.watchdog_hard, 0),
+        ("slow_step", config.obs.slow_step, 0),
         ("startup_timeout", config.obs.startup_timeout, 1),
         ("max_restarts", config.obs.max_restarts, 0),
     ]

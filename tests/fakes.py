@@ -11,9 +11,9 @@ from nanoserve.ipc.messages import EngineFacts, SamplingParams
 from nanoserve.sched.plan import NewRequest, PlanRow, RowError, StepPlan, StepResult, TokenScores
 
 
-def prefix_hashes(token_ids: list[int]) -> list[int]:
-    """A number per position that depends on every token up to it."""
-    hashes, value = [], 0
+def prefix_hashes(token_ids: list[int], before: int = 0) -> list[int]:
+    """A number per position that depends on every token up to it. `before` is that of the position before the first."""
+    hashes, value = [], before
     for token_id in token_ids:
         value = hash((value, token_id, 12345))
         hashes.append(value)
@@ -35,8 +35,9 @@ class _State:
     hashes: list[int]
     block_ids: list[int] = field(default_factory=list)
 
-    def next_token(self, vocab_size: int) -> int:
-        value = hash((self.hashes[-1], self.sampling.seed)) % vocab_size
+    def next_token(self, vocab_size: int, memory: int) -> int:
+        seen = prefix_hashes(self.token_ids[-memory:])[-1] if memory else self.hashes[-1]
+        value = hash((seen, self.sampling.seed)) % vocab_size
         if len(self.token_ids) - self.num_prompt_tokens < self.sampling.min_tokens:
             while value in self.suppressed:
                 value = (value + 1) % vocab_size
@@ -52,7 +53,10 @@ class FakeExecutor:
 
     "KV memory" holds the prefix hash of the token that was written to each slot. Every row's whole context is
     checked before and after the step's writes: reading a slot that was not written, that belongs to another prefix,
-    or that another row of the step overwrites is an AssertionError.
+    or that another row of the step overwrites is an AssertionError. Drafts are written too, with the hashes that they
+    would have if they were right, and judged by the tokens themselves.
+
+    With `memory` the next token depends on the seed and the last so many tokens only: texts that soon repeat.
     """
 
     def __init__(
@@ -63,12 +67,14 @@ class FakeExecutor:
         tokens_per_row: Callable[[int], int] = lambda position: 1,
         broken_rows: dict[int, int] | None = None,
         broken_steps: set[int] | None = None,
+        memory: int = 0,
     ) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.tokens_per_row = tokens_per_row
         self.broken_rows = broken_rows or {}  # request id -> output index at which its row breaks
         self.broken_steps = broken_steps or set()
+        self.memory = memory
         self.states: dict[int, _State] = {}
         self.plans: list[StepPlan] = []
         self.during_step: Callable[[StepPlan], None] = lambda plan: None
@@ -116,13 +122,15 @@ class FakeExecutor:
             self._check_context(row.request_id, state, row.start)
         for row in rows:
             state = self.states[row.request_id]
+            hashes = state.hashes + prefix_hashes(row.draft_token_ids, state.hashes[-1])
             for position in range(row.start, row.start + row.num_tokens):
                 slot = self._slot(state, position)
                 assert slot not in written, f"two rows write slot {slot}"
                 written.add(slot)
-                self._kv[slot] = state.hashes[position]
+                self._kv[slot] = hashes[position]
         for row in rows:
-            self._check_context(row.request_id, self.states[row.request_id], row.start + row.num_tokens)
+            end = row.start + row.num_tokens - len(row.draft_token_ids)
+            self._check_context(row.request_id, self.states[row.request_id], end)
 
     def _check_context(self, request_id: int, state: _State, length: int) -> None:
         for position in range(length):
@@ -135,24 +143,34 @@ class FakeExecutor:
     def _finish_row(self, row: PlanRow, result: StepResult) -> None:
         state = self.states[row.request_id]
         end = row.start + row.num_tokens
-        assert row.samples <= (end == len(state.token_ids)), "a row samples before its newest token"
+        drafts = row.draft_token_ids
+        newest = len(state.token_ids) + len(drafts)
+        assert row.samples <= (end == newest), "a row samples before its newest token"
+        assert row.samples or not drafts, "drafts in a row that does not sample"
         if state.sampling.prompt_logprobs is not None:
             positions = range(row.start + 1, min(end + 1, state.num_prompt_tokens))
             result.prompt_scores[row.request_id] = [
                 score_of(state.hashes[position - 1], state.token_ids[position]) for position in positions
             ]
         count = self.tokens_per_row(len(state.token_ids)) if row.samples else 0
+        if drafts:
+            count = 1 + len(drafts)
         output_index = len(state.token_ids) - state.num_prompt_tokens
         if row.samples and self.broken_rows.get(row.request_id) == output_index:
             result.errors.append(RowError(row.request_id, "NaN in the logits"))
             count = 0
-        for _ in range(count):
-            token_id = state.next_token(self.vocab_size)
+        num_tokens = 0
+        while num_tokens < count:
+            token_id = state.next_token(self.vocab_size, self.memory)
             if state.sampling.logprobs is not None:
                 result.scores.setdefault(row.request_id, []).append(score_of(state.hashes[-1], token_id))
             state.append(token_id)
             result.token_ids.append(token_id)
-        result.num_tokens.append(count)
+            num_tokens += 1
+            is_wrong = num_tokens <= len(drafts) and drafts[num_tokens - 1] != token_id
+            if is_wrong or self.broken_rows.get(row.request_id) == output_index + num_tokens:
+                break
+        result.num_tokens.append(num_tokens)
 
 
 class FakeWatchdog:

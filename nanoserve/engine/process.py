@@ -15,6 +15,7 @@ import zmq
 
 from nanoserve.config import SchedulerConfig, ServerConfig
 from nanoserve.engine.core import EngineCore
+from nanoserve.engine.slow_steps import SlowStepLog
 from nanoserve.engine.stats import StatusLine
 from nanoserve.engine.suspects import RecordingExecutor, StepRecord, SuspectInbox, Suspects
 from nanoserve.hub.model_files import read_model_files
@@ -57,13 +58,14 @@ def run(config: ServerConfig, model_dir: Path, endpoints: Endpoints, link: Proce
     outbox = Outbox(context, endpoints.detok())
     try:
         executor, facts, eos_token_ids = load_executor(config, model_dir, link.stage)
+        executor = _plant_faults(config, executor, link)
         scheduler = Scheduler(scheduler_limits(config.scheduler, facts), eos_token_ids)
         record = StepRecord(endpoints.step_record(link.index))
         suspects = Suspects(record, endpoints.strikes(link.index))
         guarded = SuspectInbox(inbox, suspects)
         core = EngineCore(
             scheduler,
-            RecordingExecutor(WatchedExecutor(_plant_faults(config, executor, link), link.watchdog), suspects),
+            RecordingExecutor(WatchedExecutor(SlowStepLog(executor, config.obs.slow_step), link.watchdog), suspects),
             guarded,
             engine_index=link.index,
             incarnation=link.incarnation,
@@ -144,4 +146,6 @@ def scheduler_limits(config: SchedulerConfig, facts: EngineFacts) -> SchedulerLi
         vocab_size=facts.vocab_size,
         policy=config.scheduling_policy,
         prefix_cache=config.prefix_cache,
+        num_draft_tokens=config.speculative_num_tokens,
+        shortest_match=config.speculative_ngram_min,
     )

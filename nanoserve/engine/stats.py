@@ -43,6 +43,8 @@ class EngineCounters:
             sample_seconds=self.sample_seconds,
             send_seconds=self.send_seconds,
             num_retained=num_retained,
+            draft_tokens=scheduler.drafter.num_drafts,
+            accepted_draft_tokens=scheduler.drafter.num_right,
         )
 
 

@@ -206,6 +206,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sample_seconds: float = 0.0
     send_seconds: float = 0.0
     num_retained: int = 0  # finished, not yet released
+    draft_tokens: int = 0  # computed for speculation
+    accepted_draft_tokens: int = 0  # of those, the ones that were right
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):

@@ -71,8 +71,10 @@ class StepRows:
     places: np.ndarray  # int64 [R]
     starts: np.ndarray  # int64 [R]
     counts: np.ndarray  # int64 [R]
-    sampled: np.ndarray  # int64: rows that yield a token, ascending
-    sampled_logits: np.ndarray  # int64: their rows of the logits
+    sampled: np.ndarray  # int64 [S] row of each position a token is drawn at, ascending; 1 + drafts a row that yields
+    ahead: np.ndarray  # int64 [S] drafts of its row up to that position
+    drafts: dict[int, list[int]]  # by row, where it has some
+    sampled_logits: np.ndarray  # int64 [S]: their rows of the logits
     prompt_scored: np.ndarray  # int64: rows whose prompt positions are scored
     logit_index: np.ndarray | None  # int64 [T] row of the logits of each flat token, where prompts are scored
     greedy: bool  # no row asks for anything but the largest logit
@@ -157,7 +159,10 @@ class RequestTable:
         starts = np.array([plan_rows[index].start for index in plan_index], dtype=np.int64)
         counts = np.array([plan_rows[index].num_tokens for index in plan_index], dtype=np.int64)
         ends = starts + counts
-        if (ends > columns.num_tokens[places]).any() or (counts < 1).any() or (starts < 0).any():
+        drafts = self._write_drafts([plan_rows[index] for index in plan_index], places)
+        num_drafts = np.zeros(len(places), dtype=np.int64)
+        num_drafts[list(drafts)] = [len(ids) for ids in drafts.values()]
+        if (ends - num_drafts > columns.num_tokens[places]).any() or (counts < 1).any() or (starts < 0).any():
             raise ValueError("a row of the plan reaches past its request's tokens")
         if (ends > columns.num_blocks[places] * self._block_size).any():
             raise ValueError("a row of the plan reaches past its request's blocks")
@@ -166,14 +171,16 @@ class RequestTable:
         rows = np.repeat(np.arange(len(places)), counts)
         positions = np.arange(len(rows)) - row_starts[rows] + starts[rows]
         width = int(columns.num_blocks[places].max())
-        sampled = np.flatnonzero([plan_rows[index].samples for index in plan_index])
+        yielding = np.flatnonzero([plan_rows[index].samples for index in plan_index])
+        sampled = np.repeat(yielding, 1 + num_drafts[yielding])
+        ahead = np.arange(len(sampled)) - np.searchsorted(sampled, sampled)
         scored = np.flatnonzero(columns.num_prompt_logprobs[places] != _NO_SCORES)
         scored = scored[starts[scored] + 1 < columns.num_prompt[places[scored]]]
-        last_tokens = row_starts[sampled + 1] - 1
-        logit_tokens, logit_index = last_tokens, None
+        drawn_after = (row_starts[sampled + 1] - 1 - num_drafts[sampled] + ahead).astype(np.int32)
+        logit_tokens, logit_index = drawn_after, None
         if len(scored):
             wanted = np.isin(rows, scored)
-            wanted[last_tokens] = True
+            wanted[drawn_after] = True
             logit_tokens, logit_index = np.flatnonzero(wanted).astype(np.int32), np.cumsum(wanted) - 1
         forward = ForwardBatch(
             token_ids=columns.token_ids[places[rows], positions],
@@ -183,11 +190,33 @@ class RequestTable:
             block_tables=columns.block_tables[places, :width],
             logit_tokens=logit_tokens,
         )
-        sampled_logits = np.arange(len(sampled)) if logit_index is None else logit_index[last_tokens]
+        sampled_logits = np.arange(len(sampled)) if logit_index is None else logit_index[drawn_after]
         greedy = not len(scored) and bool(columns.greedy[places[sampled]].all())
         return StepRows(
-            forward, plan_index, places, starts, counts, sampled, sampled_logits, scored, logit_index, greedy
+            forward=forward,
+            plan_index=plan_index,
+            places=places,
+            starts=starts,
+            counts=counts,
+            sampled=sampled,
+            ahead=ahead,
+            drafts=drafts,
+            sampled_logits=sampled_logits,
+            prompt_scored=scored,
+            logit_index=logit_index,
+            greedy=greedy,
         )
+
+    def _write_drafts(self, rows: list[PlanRow], places: np.ndarray) -> dict[int, list[int]]:
+        """Drafts by row, written behind the tokens of their requests; `append` may overwrite them."""
+        columns = self._columns
+        drafts = {row: plan_row.draft_token_ids for row, plan_row in enumerate(rows) if plan_row.draft_token_ids}
+        for row, ids in drafts.items():
+            begin = int(columns.num_tokens[places[row]])
+            if begin + len(ids) > columns.token_ids.shape[1]:
+                raise ValueError("a row of the plan has drafts past the context")
+            columns.token_ids[places[row], begin : begin + len(ids)] = ids
+        return drafts
 
     def _find(self, plan_rows: list[PlanRow], errors: list[RowError]) -> tuple[np.ndarray, np.ndarray]:
         """Plan indices and places of the rows that can run, their new blocks appended."""
@@ -208,17 +237,18 @@ class RequestTable:
             places.append(place)
         return np.array(plan_index, dtype=np.int64), np.array(places, dtype=np.int64)
 
-    def sample_rows(self, places: np.ndarray) -> SampleRows:
-        """What the requests at these places ask of the sampler."""
-        columns = self._columns
-        positions = columns.num_tokens[places] - columns.num_prompt[places]
-        edits = []
+    def sample_rows(self, rows: StepRows) -> SampleRows:
+        """What the requests ask of the sampler at the positions drawn; drafts count as output of those after them."""
+        columns, places = self._columns, rows.places[rows.sampled]
+        positions = columns.num_tokens[places] - columns.num_prompt[places] + rows.ahead
+        edits: list[tuple[int, LogitEdits, int]] = []
         if self._edits:
-            edits = [
-                (row, self._edits[place], int(positions[row]))
-                for row, place in enumerate(places.tolist())
-                if place in self._edits
-            ]
+            for index, (place, ahead) in enumerate(zip(places.tolist(), rows.ahead.tolist(), strict=True)):
+                if place in self._edits:
+                    edit = self._edits[place]
+                    if ahead:
+                        edit = edits[-1][1].after(rows.drafts[int(rows.sampled[index])][ahead - 1])
+                    edits.append((index, edit, int(positions[index])))
         return SampleRows(
             temperature=columns.temperature[places],
             top_k=columns.top_k[places],
@@ -229,13 +259,14 @@ class RequestTable:
             edits=edits,
         )
 
-    def append(self, places: np.ndarray, token_ids: np.ndarray) -> None:
-        """The sampled token of each place becomes its newest. A token past the context is the request's last."""
+    def append(self, places: np.ndarray, ahead: np.ndarray, token_ids: np.ndarray) -> None:
+        """New tokens of each place, ahead[i] others before token i. A token past the context is the request's last."""
         columns = self._columns
-        inside = columns.num_tokens[places] < columns.token_ids.shape[1]
-        places, token_ids = places[inside], token_ids[inside]
-        columns.token_ids[places, columns.num_tokens[places]] = token_ids
-        columns.num_tokens[places] += 1
+        positions = columns.num_tokens[places] + ahead
+        inside = positions < columns.token_ids.shape[1]
+        places, positions, token_ids = places[inside], positions[inside], token_ids[inside]
+        columns.token_ids[places, positions] = token_ids
+        np.maximum.at(columns.num_tokens, places, positions + 1)
         if self._edits:
             for place, token in zip(places.tolist(), token_ids.tolist(), strict=True):
                 if place in self._edits:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -76,6 +77,14 @@ class LogitEdits:
         self._recent.append(token)
         if self.counts_ids:
             self._count(token)
+
+    def after(self, token: int) -> LogitEdits:
+        """What this is once the token, which is only a draft, is out; a copy."""
+        later = copy(self)
+        later._recent, later._index = self._recent.copy(), self._index.copy()
+        later._ids, later._counts = self._ids.copy(), self._counts.copy()
+        later.append(token)
+        return later
 
     def _count(self, token: int) -> None:
         position = self._position(token)

@@ -6,6 +6,7 @@ forget and begin requests -> arrays of the step -> forward -> scores and tokens 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,6 +18,17 @@ from nanoserve.runner.scores import score_tokens
 from nanoserve.sched.plan import RowError, StepPlan, StepResult, StepTimes, TokenScores
 
 _NOTHING_TO_DRAW = "no token can be drawn: the logits are not numbers, or every id is ruled out"
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """The tokens of a step that count; columns [N], a row's tokens one after the other."""
+
+    rows: np.ndarray  # int64, of the StepRows
+    ahead: np.ndarray  # int64 tokens of the same row before this one
+    logits: np.ndarray  # int64 row of the sampled logits it was drawn from
+    token_ids: np.ndarray
+    broken: np.ndarray  # bool: nothing could be drawn; only a row's first token
 
 
 class ModelRunner:
@@ -41,7 +53,7 @@ class ModelRunner:
         if rows.greedy:
             token_ids = self._backend.forward_greedy(rows.forward)
             forwarded = time.perf_counter()
-            self._take(plan, rows, Sampled(token_ids, token_ids < 0), result)
+            self._take(plan, rows, _accepted(rows, Sampled(token_ids, token_ids < 0)), result)
         else:
             logits = self._backend.forward(rows.forward)
             if logits.device.type != "cpu":
@@ -60,35 +72,34 @@ class ModelRunner:
             self._score_prompts(plan, rows, logits, result)
         if not len(rows.sampled):
             return
-        places = rows.places[rows.sampled]
         every_row = rows.logit_index is None  # then the logits are those of the sampled rows, in their order
         sampled_logits = logits if every_row else logits[torch.from_numpy(rows.sampled_logits).to(logits.device)]
-        sampled = sample(sampled_logits, self._table.sample_rows(places))
-        self._score_sampled(plan, rows, sampled, sampled_logits, result)
-        self._take(plan, rows, sampled, result)
+        drawn = _accepted(rows, sample(sampled_logits, self._table.sample_rows(rows)))
+        self._score_sampled(plan, rows, drawn, sampled_logits, result)
+        self._take(plan, rows, drawn, result)
 
-    def _take(self, plan: StepPlan, rows: StepRows, sampled: Sampled, result: StepResult) -> None:
+    def _take(self, plan: StepPlan, rows: StepRows, drawn: _Drawn, result: StepResult) -> None:
         """Tokens into the result and the kept state; a row without one becomes an error."""
-        plan_index = rows.plan_index[rows.sampled]
-        good = ~sampled.broken
-        for index in plan_index[sampled.broken].tolist():
+        plan_index = rows.plan_index[drawn.rows]
+        good = ~drawn.broken
+        for index in plan_index[drawn.broken].tolist():
             result.errors.append(RowError(plan.rows[index].request_id, _NOTHING_TO_DRAW))
         for index in plan_index[good].tolist():
-            result.num_tokens[index] = 1
-        result.token_ids = sampled.token_ids[good].tolist()
-        self._table.append(rows.places[rows.sampled[good]], sampled.token_ids[good])
+            result.num_tokens[index] += 1
+        result.token_ids = drawn.token_ids[good].tolist()
+        self._table.append(rows.places[drawn.rows[good]], drawn.ahead[good], drawn.token_ids[good])
 
     def _score_sampled(
-        self, plan: StepPlan, rows: StepRows, sampled: Sampled, logits: torch.Tensor, result: StepResult
+        self, plan: StepPlan, rows: StepRows, drawn: _Drawn, logits: torch.Tensor, result: StepResult
     ) -> None:
-        num_top = self._table.num_logprobs(rows.places[rows.sampled])
-        asking = np.flatnonzero((num_top >= 0) & ~sampled.broken)
+        num_top = self._table.num_logprobs(rows.places[drawn.rows])
+        asking = np.flatnonzero((num_top >= 0) & ~drawn.broken)
         if not len(asking):
             return
-        scores = score_tokens(logits, asking, sampled.token_ids[asking], int(num_top[asking].max()))
-        for row, score in zip(asking.tolist(), scores, strict=True):
-            request_id = plan.rows[rows.plan_index[rows.sampled[row]]].request_id
-            result.scores[request_id] = [_trimmed(score, int(num_top[row]))]
+        scores = score_tokens(logits, drawn.logits[asking], drawn.token_ids[asking], int(num_top[asking].max()))
+        for index, score in zip(asking.tolist(), scores, strict=True):
+            request_id = plan.rows[rows.plan_index[drawn.rows[index]]].request_id
+            result.scores.setdefault(request_id, []).append(_trimmed(score, int(num_top[index])))
 
     def _score_prompts(self, plan: StepPlan, rows: StepRows, logits: torch.Tensor, result: StepResult) -> None:
         assert rows.logit_index is not None
@@ -100,6 +111,25 @@ class ModelRunner:
             where = rows.logit_index[first : first + len(targets)]
             request_id = plan.rows[rows.plan_index[row]].request_id
             result.prompt_scores[request_id] = score_tokens(logits, where, targets, num_top)
+
+
+def _accepted(rows: StepRows, sampled: Sampled) -> _Drawn:
+    """Leaves out what was drawn after a wrong draft, or where nothing could be drawn after a right one.
+
+    Of the latter the request hears in its next step, as it would have without drafts. Each token was drawn with the
+    uniform number of its own output position, from logits and counts that hold the drafts before it; if those are
+    right, it is the token of a step without drafts. Comparing is all there is to acceptance, sampled or greedy.
+    """
+    kept = np.ones(len(rows.sampled), dtype=bool)
+    for row, drafts in rows.drafts.items():
+        first = int(np.searchsorted(rows.sampled, row))
+        end = first + 1 + len(drafts)
+        wrong = np.flatnonzero((sampled.token_ids[first : end - 1] != drafts) | sampled.broken[first : end - 1])
+        if len(wrong):
+            kept[first + 1 + int(wrong[0]) : end] = False
+        kept[first + 1 : end] &= ~sampled.broken[first + 1 : end]
+    index = np.flatnonzero(kept)
+    return _Drawn(rows.sampled[index], rows.ahead[index], index, sampled.token_ids[index], sampled.broken[index])
 
 
 def _trimmed(score: TokenScores, num_top: int) -> TokenScores:

@@ -79,25 +79,38 @@ class SimExecutor:
             if not row.samples:
                 result.num_tokens.append(0)
                 continue
-            token = self._choose(state, drawn)
-            state.num_tokens += 1
-            result.num_tokens.append(1)
-            result.token_ids.append(token)
+            tokens = self._tokens(row, state, drawn)
+            state.num_tokens += len(tokens)
+            result.num_tokens.append(len(tokens))
+            result.token_ids += tokens
             if (logprobs := state.request.sampling.logprobs) is not None:
-                result.scores[row.request_id] = [self._scores(token, logprobs)]
+                result.scores[row.request_id] = [self._scores(token, logprobs) for token in tokens]
         return result
 
-    def _draws(self, rows: list[PlanRow]) -> list[int]:
-        """An id per row, uniform over the vocabulary; 0s when echoing."""
+    def _draws(self, rows: list[PlanRow]) -> list[list[int]]:
+        """Per row an id for each token that it may yield, uniform over the vocabulary; 0s when echoing."""
+        counts = [1 + len(row.draft_token_ids) for row in rows]
         if self._echo:
-            return [0] * len(rows)
+            return [[0] * count for count in counts]
         states = [self._states.get(row.request_id) for row in rows]
         seeds = np.array([state.request.sampling.seed if state else 0 for state in states], dtype=np.int64)
         positions = np.array([state.num_tokens - len(state.prompt) if state else 0 for state in states], dtype=np.int64)
-        return [int(draw) for draw in uniforms(seeds, positions) * self._vocab_size]
+        ends = np.cumsum(counts)
+        ahead = np.arange(ends[-1] if rows else 0) - np.repeat(ends - counts, counts)
+        draws = uniforms(np.repeat(seeds, counts), np.repeat(positions, counts) + ahead) * self._vocab_size
+        return [[int(draw) for draw in draws[end - count : end]] for end, count in zip(ends, counts, strict=True)]
 
-    def _choose(self, state: _State, drawn: int) -> int:
-        sampling, position = state.request.sampling, state.num_tokens - len(state.prompt)
+    def _tokens(self, row: PlanRow, state: _State, drawn: list[int]) -> list[int]:
+        """What the row yields: the next token, and as long as drafts are right the ones after them."""
+        position, tokens = state.num_tokens - len(state.prompt), []
+        for index, draw in enumerate(drawn):
+            tokens.append(self._choose(state, position + index, draw))
+            if row.draft_token_ids[index : index + 1] != tokens[-1:]:
+                break
+        return tokens
+
+    def _choose(self, state: _State, position: int, drawn: int) -> int:
+        sampling = state.request.sampling
         forced = [token for token, bias in sampling.logit_bias.items() if bias >= _FORCING_BIAS]
         masked = state.request.suppressed_until_min_tokens if position < sampling.min_tokens else ()
         token = state.prompt[position % len(state.prompt)] if self._echo and state.prompt else drawn

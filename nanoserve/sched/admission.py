@@ -21,6 +21,8 @@ class SchedulerLimits:
     vocab_size: int
     policy: str = "fcfs"
     prefix_cache: bool = True
+    num_draft_tokens: int = 0  # most drafts in a row; 0: no speculation
+    shortest_match: int = 3  # ids that must have stood before, so that what followed them is a draft
 
     @property
     def context_len(self) -> int:

@@ -71,6 +71,11 @@ class BlockTables:
         request.block_ids += new_block_ids
         return new_block_ids
 
+    def room_for(self, request: Request, num_tokens: int, num_spare: int) -> int:
+        """How many of `num_tokens` more computed tokens `grow` can take while `num_spare` blocks stay free."""
+        num_blocks = len(request.block_ids) + max(0, self.pool.num_free - num_spare)
+        return min(num_tokens, num_blocks * self._block_size - request.num_computed_tokens)
+
     def register_full_blocks(self, request: Request) -> None:
         """Makes full blocks findable, once the step that wrote their last token has ended."""
         size = self._block_size

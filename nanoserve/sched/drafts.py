@@ -1,7 +1,7 @@
 """Speculation by prompt lookup: which rows of a step get drafts, how many, and what became of them. Pure.
 
-Owned by the scheduler. A draft is a guess of a token to come; the executor computes it beside the newest token and keeps
-those that it would have drawn itself (`sched.plan.PlanRow`). So drafts change when tokens come, never which.
+Owned by the scheduler. A draft is a guess of a token to come; the executor computes it beside the newest token and
+keeps those that it would have drawn itself (`sched.plan.PlanRow`). So drafts change when tokens come, never which.
 
 A draft costs a token's share of the step and saves, where it is right, a whole step of its request. Drafts come last in
 a step: they take no token, block or seat that a prompt or another stream could use, and preempt nobody.
@@ -50,22 +50,14 @@ class Drafting:
         self.num_tried *= FORGET
 
 
-def num_accepted(draft_token_ids: list[int], new_ids: list[int]) -> int:
-    """How many drafts a row's new tokens confirm. The last new token is never a computed draft: it was drawn."""
-    count = 0
-    for draft, token in zip(draft_token_ids, new_ids[:-1], strict=False):
-        if draft != token:
-            break
-        count += 1
-    return count
-
-
 class Drafter:
     """`num_draft_tokens`: most drafts of a row, 0 is none at all; `shortest_match`: ids that must have stood before."""
 
     def __init__(self, num_draft_tokens: int, shortest_match: int) -> None:
         self._num_draft_tokens = num_draft_tokens
         self._shortest_match = shortest_match
+        self.num_drafts = 0  # totals, of the steps that have ended
+        self.num_right = 0
 
     def add_drafts(
         self, rows: list[PlanRow], running: dict[int, Request], tables: BlockTables, max_num_tokens: int
@@ -105,3 +97,20 @@ class Drafter:
         row.num_tokens += count
         row.draft_token_ids = drafts[:count]
         return count
+
+    def num_accepted(self, request: Request, draft_token_ids: list[int], new_ids: list[int]) -> int:
+        """How many drafts a row's new tokens confirm: KV of so many more tokens is valid. Learns from it.
+
+        The last new token is never among them: it was drawn, not computed. What the other drafts left behind, in
+        blocks that the request keeps, is void, and written again before anything reads it.
+        """
+        accepted = 0
+        for draft, token in zip(draft_token_ids, new_ids[:-1], strict=False):
+            if draft != token:
+                break
+            accepted += 1
+        assert request.drafting is not None, f"request {request.request_id} has no drafts"
+        request.drafting.learn(len(draft_token_ids), accepted)
+        self.num_drafts += len(draft_token_ids)
+        self.num_right += accepted
+        return accepted

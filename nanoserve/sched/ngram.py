@@ -5,8 +5,8 @@ that quotes, edits or repeats goes on as it did before, so earlier text is a dra
 
 The index is the hash chain of Deflate (RFC 1951, section 4): a map from each run of `shortest` ids to where it ended
 last, and per position a link to where its run ended before that. A token costs one map entry and one link when it is
-added; a proposal compares at most MAX_CANDIDATES places. The alternatives, a scan of the text per step (which grows with
-the context) and one map per match length (which multiplies the memory), find the same or slightly longer matches.
+added; a proposal compares at most MAX_CANDIDATES places. The alternatives, a scan of the text per step (which grows
+with the context) and one map per match length (which multiplies the memory), find the same or slightly longer matches.
 """
 
 from __future__ import annotations

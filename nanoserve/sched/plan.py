@@ -32,6 +32,11 @@ class PlanRow(msgspec.Struct, array_like=True, gc=False):
 
     `samples` is true when the last of them is the request's newest token: then the row yields the next one.
     Block i of the request's table holds positions i*block_size .. (i+1)*block_size-1.
+
+    Drafts, in rows that sample, are guesses of the tokens after the newest; they count in `num_tokens`. The row then
+    yields what the request would have got without them in as many steps: the token drawn after the newest one, and
+    while each equals the draft in its place, the token drawn after that draft. What is computed for the other drafts
+    is void: their positions are computed again.
     """
 
     request_id: int
@@ -39,6 +44,7 @@ class PlanRow(msgspec.Struct, array_like=True, gc=False):
     num_tokens: int
     new_block_ids: list[int]  # appended to the request's block table before the step
     samples: bool
+    draft_token_ids: list[int] = []
 
 
 class StepPlan(msgspec.Struct, array_like=True):
@@ -72,7 +78,8 @@ class StepResult(msgspec.Struct, array_like=True):
     """Rows in the order of the plan. A row in `errors` yields no token and ends its request alone.
 
     The executor appends a row's tokens to the ids it keeps. Of a row that yields several, the scheduler counts only
-    the plan's positions as computed, so the next row of that request computes the others again.
+    the plan's positions as computed, without the drafts that were wrong, so the next row of that request computes the
+    others again.
     """
 
     num_tokens: list[int]  # per row of the plan

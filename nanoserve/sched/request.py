@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from nanoserve.ipc.messages import Finished, SamplingParams
 from nanoserve.sched.plan import TokenScores
+
+if TYPE_CHECKING:
+    from nanoserve.sched.drafts import Drafting
 
 
 class RequestStatus(IntEnum):
@@ -45,6 +49,7 @@ class Request:
     prompt_scores_done: bool = False
     scheduled_ns: int = 0
     first_token_ns: int = 0
+    drafting: Drafting | None = None  # made when it first decodes, where speculation is on
 
     @property
     def num_tokens(self) -> int:

@@ -23,6 +23,7 @@ from nanoserve.ipc.messages import AbortCause, Failure, Finished, FinishReason
 from nanoserve.sched.admission import SchedulerLimits, check_admissible
 from nanoserve.sched.block_pool import BlockKey
 from nanoserve.sched.block_tables import BlockTables
+from nanoserve.sched.drafts import Drafter
 from nanoserve.sched.plan import NewRequest, PlanRow, StepPlan, StepResult
 from nanoserve.sched.policy import POLICIES, victim
 from nanoserve.sched.request import PromptScoreRow, Request, RequestStatus, StepOutput, TokenRow
@@ -54,6 +55,7 @@ class Scheduler:
         self.limits = limits
         self.counters = SchedulerCounters()
         self.tables = BlockTables(limits.num_blocks, limits.block_size, caching=limits.prefix_cache)
+        self.drafter = Drafter(limits.num_draft_tokens, limits.shortest_match)
         self._policy = POLICIES[limits.policy]
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[int, Request] = {}  # waiting and running
@@ -143,6 +145,7 @@ class Scheduler:
         budget = self._schedule_running(plan)
         if self.counters.preemptions == preemptions:
             self._schedule_waiting(plan, budget, now_ns)
+            self.drafter.add_drafts(plan.rows, self._running, self.tables, self.limits.max_num_batched_tokens)
         plan.dropped, self._dropped = self._dropped, []
         self._num_steps += bool(plan.rows)
         self._in_flight = plan
@@ -284,10 +287,10 @@ class Scheduler:
     def _advance(
         self, request: Request, row: PlanRow, new_ids: list[int], result: StepResult, output: StepOutput, now_ns: int
     ) -> None:
-        request.num_computed_tokens = row.start + row.num_tokens
+        drafts = row.draft_token_ids
+        request.num_computed_tokens = row.start + row.num_tokens - len(drafts)
         if request.wants_prompt_scores:
             _collect_prompt_scores(request, row, result, output)
-        self.tables.register_full_blocks(request)
         sampling, stop = request.sampling, None
         if new_ids:
             first_index = len(request.token_ids) - request.num_prompt_tokens
@@ -295,6 +298,8 @@ class Scheduler:
             if stop is not None:
                 new_ids = new_ids[: stop.num_kept]
             request.token_ids += new_ids
+            if drafts:
+                request.num_computed_tokens += self.drafter.num_accepted(request, drafts, new_ids)
             if not request.first_token_ns:
                 request.first_token_ns = now_ns
             self.counters.generation_tokens += len(new_ids)
@@ -302,6 +307,7 @@ class Scheduler:
             output.rows.append(TokenRow(row.request_id, first_index, new_ids, scores))
         elif request.num_computed_tokens == request.num_tokens:
             stop = Stop(0, FinishReason.LENGTH)  # max_tokens=0: the prompt was all
+        self.tables.register_full_blocks(request)
         if stop is not None:
             output.finished.append(self._end(request, stop.reason, now_ns, stop=stop))
 
