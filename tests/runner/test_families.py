@@ -35,6 +35,14 @@ def test_one_pass(reference, block_size):
     assert_close(logits, tiny.reference_logits(reference, ids))
 
 
+def test_far_positions(reference):
+    """Where a last bit of a rotary frequency shows."""
+    ids = random_ids(6, 1500)
+    sequences = tiny.Sequences(tiny.make_backend(reference, block_size=16), 16, 256)
+    (logits,) = sequences.run([(sequences.add(ids), 0, len(ids))])
+    assert_close(logits, tiny.reference_logits(reference, ids))
+
+
 @pytest.mark.parametrize("chunks", [[1] * 45, [7, 1, 20, 3, 14], [44, 1]])
 def test_chunks(reference, chunks):
     ids = random_ids(2, sum(chunks))

@@ -16,7 +16,7 @@ from nanoserve.hub.resolve import prepare
 from nanoserve.runner.executor import create_executor
 from tests.runner.plans import Driver
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_TOKENS = 64
 NUM_BLOCKS = 400
 PROMPTS = [
@@ -44,6 +44,15 @@ PROMPTS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def keep_threads():
+    """An executor sets torch's threads for its process; here other tests follow. One, so that a busy machine does
+    not make two wait for each other at every operation."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
 @dataclass(frozen=True)
 class Model:
     name: str
@@ -63,7 +72,7 @@ def greedy(model: Model, prompts: list[list[int]], dtype: str, num_tokens: int =
     """All prompts as one batch, the long one in chunks."""
     config = ServerConfig(
         model=ModelConfig(model=model.name, dtype=dtype, max_model_len=512),
-        engine=EngineConfig(device="cpu", attention_backend="torch", engine_threads=torch.get_num_threads()),
+        engine=EngineConfig(device="cpu", attention_backend="torch", engine_threads=1),
         scheduler=SchedulerConfig(max_num_seqs=len(prompts)),
         cache=CacheConfig(num_kv_blocks=NUM_BLOCKS),
     )
@@ -109,7 +118,6 @@ def test_greedy_ids_are_those_of_transformers(model):
 
 
 def test_bfloat16_is_sensible(model):
-    outputs = greedy(model, model.prompts[4:7], "bfloat16", num_tokens=12)
-    first, _, third = (model.tokenizer.decode(output) for output in outputs)
-    assert "13" in first  # 1, 1, 2, 3, 5, 8,
-    assert "blue" in third.lower()  # the primary colours
+    outputs = greedy(model, model.prompts[2:4], "bfloat16", num_tokens=12)
+    assert "if n == 0" in model.tokenizer.decode(outputs[0])
+    assert "100" in model.tokenizer.decode(outputs[1])  # Water boils at

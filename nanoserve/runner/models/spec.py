@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from nanoserve.errors import StartupError
 
 ROPE_KINDS = ("default", "linear", "llama3")
@@ -31,25 +33,28 @@ class RopeSpec:
     def inverse_frequencies(self, head_dim: int) -> list[float]:
         """Angle per position for each of the head_dim/2 pairs.
 
+        Rounded to float32 where the reference implementation rounds: models are trained with its numbers, and the
+        last bit of a frequency is up to 5e-4 radian at position 8,000.
         `llama3` stretches long wavelengths by `factor`, keeps short ones and blends between (Llama 3.1 model card).
         """
-        base = [self.theta ** -(2 * i / head_dim) for i in range(head_dim // 2)]
+        exponents = [float(np.float32(2 * i / head_dim)) for i in range(head_dim // 2)]
+        base = [float(np.float32(1) / np.float32(self.theta**exponent)) for exponent in exponents]
         if self.kind == "linear":
             return [frequency / self.factor for frequency in base]
         if self.kind == "llama3":
             return [self._stretch(frequency) for frequency in base]
         return base
 
-    def _stretch(self, frequency: float) -> float:
-        wavelength = 2 * math.pi / frequency
+    def _stretch(self, base: float) -> float:
+        frequency = np.float32(base)
+        wavelength = np.float32(2 * math.pi) / frequency
         if wavelength < self.original_max_position / self.high_freq_factor:
-            return frequency
+            return base
         if wavelength > self.original_max_position / self.low_freq_factor:
-            return frequency / self.factor
-        blend = (self.original_max_position / wavelength - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
-        return (1 - blend) * frequency / self.factor + blend * frequency
+            return float(frequency / np.float32(self.factor))
+        blend = np.float32(self.original_max_position) / wavelength - np.float32(self.low_freq_factor)
+        blend /= np.float32(self.high_freq_factor - self.low_freq_factor)
+        return float((np.float32(1) - blend) * frequency / np.float32(self.factor) + blend * frequency)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
