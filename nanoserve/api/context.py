@@ -36,12 +36,36 @@ class ApiContext:
     clock_s: Callable[[], float] = field(default=time.monotonic)
     fair: FairClock | None = None  # with --scheduling-policy fair
     checker: Checker | None = None  # set when the model is loaded
+    memory: Callable[[str], dict[str, int]] = field(default=lambda name: {})  # ledger of a process, by its name
 
     def require_checker(self) -> Checker:
         """Unavailable while the model loads, drains or has failed."""
         self.lifecycle.require_ready()
         assert self.checker is not None  # set before readiness
         return self.checker
+
+
+def build_context(config: ServerConfig, client: EngineClient, metrics: Metrics) -> ApiContext:
+    """The parts of one api process but for the ring's two ends."""
+    seed = config.model.seed
+    context = ApiContext(
+        config=config,
+        client=client,
+        lifecycle=Lifecycle(),
+        admission=Admission(
+            max_running=config.scheduler.max_num_seqs,
+            max_queued=config.scheduler.max_num_queued,
+            overload_status=int(config.api.overload_status),
+        ),
+        metrics=metrics,
+        pacer=Pacer(),
+        access=Access(config.api),
+        fair=FairClock() if config.scheduler.scheduling_policy == "fair" else None,
+        seeds=random.Random(seed) if seed else random.SystemRandom(),
+    )
+    metrics.watch_client(client.counters)
+    metrics.watch_gauge("api_live_requests", "requests this api process has in the ring", lambda: client.num_live)
+    return context
 
 
 CONTEXT = web.AppKey("context", ApiContext)

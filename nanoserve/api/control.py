@@ -11,13 +11,11 @@ from aiohttp import web
 
 from nanoserve.api.chat import encode_chat
 from nanoserve.api.context import CONTEXT
-from nanoserve.api.engine_client import NewRequest
 from nanoserve.api.errors import Unavailable
 from nanoserve.api.http import json_response, read_body
+from nanoserve.api.probe import one_token_round
 from nanoserve.api.schemas import AbortBody, BodyDecoder, ChatBody
-from nanoserve.api.stream import Outlet
 from nanoserve.errors import RequestError
-from nanoserve.ipc.messages import AbortCause, EmitMode, FinishReason, SamplingParams, TextSpec
 
 _CHAT = BodyDecoder(ChatBody)
 _ABORT = BodyDecoder(AbortBody, unsupported={})
@@ -39,24 +37,13 @@ async def health_generate(request: web.Request) -> web.Response:
     """200 when one token has gone through engine and detokenizer just now."""
     context = request.app[CONTEXT]
     context.lifecycle.require_ready()
-    outlet = Outlet()
-    new = NewRequest(
-        prompt_token_ids=[0],
-        sampling=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
-        text=TextSpec(emit=EmitMode.FINAL),
-        priority=-(2**31),
-    )
-    stream = context.client.submit(new, outlet)
     try:
         async with asyncio.timeout(_GENERATE_LIMIT_S):
-            while stream.finished is None:
-                await outlet.wait()
+            await one_token_round(context.client, [0])
     except TimeoutError:
         raise Unavailable(f"No token came round within {_GENERATE_LIMIT_S:g} s.", code="unhealthy") from None
-    finally:
-        context.client.abort([stream], AbortCause.CLIENT_GONE)
-    if stream.finished.finished.reason == FinishReason.ERROR:
-        raise Unavailable("The engine refused a request of one token.", code="unhealthy")
+    except RequestError as error:
+        raise Unavailable(f"A request of one token was refused: {error.message}", code="unhealthy") from None
     return json_response({"status": "ok"})
 
 

@@ -15,7 +15,7 @@ from nanoserve.config import ServerConfig
 from nanoserve.errors import StartupError
 from nanoserve.hub.model_files import GenerationDefaults, ModelFiles, read_model_files
 from nanoserve.ipc.messages import EngineFacts
-from nanoserve.tokenizer import Tokenizer, load_tokenizer
+from nanoserve.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +47,11 @@ class ServedModel:
 def load_served_model(config: ServerConfig, model_dir: Path, facts: EngineFacts) -> ServedModel:
     """Reads tokenizer and template; StartupError when they are missing or broken. Blocks for a second or so."""
     files = read_model_files(model_dir, need_weights=False)
-    tokenizer = load_tokenizer(model_dir)
+    tokenizer = NoTokenizer() if config.model.skip_tokenizer_init else load_tokenizer(model_dir)
     return ServedModel(
         names=config.served_names,
         tokenizer=tokenizer,
-        template=_template(config, files),
+        template=None if config.model.skip_tokenizer_init else _template(config, files),
         defaults=files.generation if config.model.sampling_defaults == "model" else GenerationDefaults(),
         facts=facts,
         longest_token_bytes=longest_token_bytes(tokenizer),

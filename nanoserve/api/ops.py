@@ -22,6 +22,7 @@ from nanoserve.api.pieces import token_pieces
 from nanoserve.api.prompt import refuse_by_length
 from nanoserve.api.schemas import BodyDecoder, DetokenizeBody, TokenizeBody
 from nanoserve.errors import RequestError
+from nanoserve.ipc.messages import ProcessFacts
 
 _TOKENIZE = BodyDecoder(TokenizeBody, unsupported={})
 _DETOKENIZE = BodyDecoder(DetokenizeBody, unsupported={})
@@ -146,13 +147,22 @@ async def server_info(request: web.Request) -> web.Response:
             "model": context.lifecycle.model.name if context.lifecycle.model else None,
             "config": without_secrets(asdict(context.config)),
             "engine": _named(status.engine) if status.engine is not None else None,
-            "processes": [_named(process) for process in status.processes],
+            "processes": [_process(process, context) for process in status.processes],
             "engine_stats": engine,
             "detok_stats": _named(context.metrics.detok_stats),
             "api": {"live_requests": context.client.num_live, "open_streams": context.metrics.streams_open},
             "internal_states": [engine],
         }
     )
+
+
+def _process(facts: ProcessFacts, context: ApiContext) -> dict[str, Any]:
+    """Memory is what the process itself wrote down last: bytes by owner, which add up to `rss`."""
+    return _named(facts) | {
+        "uptime_s": round((time.monotonic_ns() - facts.started_ns) / 1e9, 1),
+        "restarts": facts.incarnation - 1,
+        "memory": context.memory(facts.name),
+    }
 
 
 def _named(struct: msgspec.Struct) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import random
 import socket
 import time
 from collections.abc import Callable
@@ -18,26 +17,23 @@ from pathlib import Path
 import uvloop
 import zmq
 
-from nanoserve.api.access import Access
-from nanoserve.api.admission import Admission
 from nanoserve.api.app import build_app
-from nanoserve.api.context import ApiContext
+from nanoserve.api.context import build_context
 from nanoserve.api.edge import Edge
-from nanoserve.api.engine_client import EngineClient, NewRequest
-from nanoserve.api.fairness import FairClock
-from nanoserve.api.lifecycle import Lifecycle
+from nanoserve.api.engine_client import EngineClient
 from nanoserve.api.metrics import Metrics
 from nanoserve.api.model import ServedModel, load_served_model
-from nanoserve.api.pacing import TICK_S, Pacer
-from nanoserve.api.stream import Outlet
+from nanoserve.api.pacing import TICK_S
+from nanoserve.api.probe import one_token_round
 from nanoserve.api.validation import Checker
 from nanoserve.config import ServerConfig
-from nanoserve.errors import StartupError
+from nanoserve.errors import RequestError, StartupError
 from nanoserve.ipc.channels import AsyncInbox, Outbox
 from nanoserve.ipc.endpoints import Endpoints
 from nanoserve.ipc.ids import RequestIdAllocator
 from nanoserve.ipc.link import EXIT_STREAMS_CUT, ProcessLink
-from nanoserve.ipc.messages import ApiInbox, EmitMode, Failure, SamplingParams, ServerStatus, TextBatch, TextSpec
+from nanoserve.ipc.messages import ApiInbox, Failure, ServerStatus, TextBatch
+from nanoserve.obs.memory import read_ledger
 from nanoserve.obs.proc import LoopLag
 
 log = logging.getLogger(__name__)
@@ -59,6 +55,7 @@ async def _main(config: ServerConfig, endpoints: Endpoints, link: ProcessLink, l
     inbox: AsyncInbox[ApiInbox] = AsyncInbox(ring, endpoints.api(link.index), ApiInbox)
     outbox = Outbox(ring, endpoints.engine())
     process = ApiProcess(config, link, inbox, outbox)
+    process.context.memory = lambda name: read_ledger(endpoints.memory_file(name))
     try:
         all_finished = await process.serve(listen_socket)
     finally:
@@ -78,23 +75,7 @@ class ApiProcess:
         metrics = Metrics()
         ids = RequestIdAllocator(link.index, link.incarnation)
         client = EngineClient(ids, outbox.send, time.monotonic_ns, metrics)
-        self.context = ApiContext(
-            config=config,
-            client=client,
-            lifecycle=Lifecycle(),
-            admission=Admission(
-                max_running=config.scheduler.max_num_seqs,
-                max_queued=config.scheduler.max_num_queued,
-                overload_status=int(config.api.overload_status),
-            ),
-            metrics=metrics,
-            pacer=Pacer(),
-            access=Access(config.api),
-            fair=FairClock() if config.scheduler.scheduling_policy == "fair" else None,
-            seeds=random.Random(config.model.seed) if config.model.seed else random.SystemRandom(),
-        )
-        metrics.watch_client(client.counters)
-        metrics.watch_gauge("api_live_requests", "requests this api process has in the ring", lambda: client.num_live)
+        self.context = build_context(config, client, metrics)
         self._stop = asyncio.Event()
         self._can_load: asyncio.Future[ServerStatus] = asyncio.get_running_loop().create_future()
         self._failure: BaseException | None = None
@@ -203,19 +184,13 @@ class ApiProcess:
 
     async def _turn_ring(self, model: ServedModel) -> None:
         """One token through engine and detokenizer; StartupError when the request fails."""
-        (ids,) = await self.context.lifecycle.require_encoder().encode(["Hello"], add_special_tokens=True)
-        outlet = Outlet()
-        new = NewRequest(
-            prompt_token_ids=ids[: max(model.max_model_len - 1, 1)] or [0],
-            sampling=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
-            text=TextSpec(emit=EmitMode.FINAL),
-        )
-        stream = self.context.client.submit(new, outlet)
-        while stream.finished is None:
-            await outlet.wait()
-        failure = stream.finished.finished.failure
-        if failure is not None:
-            raise StartupError(f"the first request failed: {failure.message}")
+        ids = [0]
+        if not self._config.model.skip_tokenizer_init:
+            (ids,) = await self.context.lifecycle.require_encoder().encode(["Hello"], add_special_tokens=True)
+        try:
+            await one_token_round(self.context.client, ids[: max(model.max_model_len - 1, 1)] or [0])
+        except RequestError as error:
+            raise StartupError(f"the first request failed: {error.message}") from error
 
 
 async def _until(condition: Callable[[], bool], limit_s: float) -> None:

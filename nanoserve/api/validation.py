@@ -81,6 +81,7 @@ class Checker:
         self._model = model
         self._max_stop_strings = config.api.max_stop_strings
         self._max_logprobs = config.api.max_logprobs
+        self._ids_only = config.model.skip_tokenizer_init
         self._has_priorities = config.scheduler.scheduling_policy == "priority"
 
     def check_model_name(self, name: str | None) -> None:
@@ -103,6 +104,8 @@ class Checker:
         min_max_tokens: int = 1,
     ) -> ValidRequest:
         """All shared fields. `logprobs` is the number of top entries the endpoint asks for (None: off)."""
+        if self._ids_only:
+            _refuse_text(stop=body.stop, stop_regex=body.stop_regex, bad_words=body.bad_words, logprobs=logprobs)
         stream = bool(body.stream)
         if body.stream_options is not None and not stream:
             raise RequestError("Stream options can only be defined when `stream=True`.", param="stream_options")
@@ -131,7 +134,7 @@ class Checker:
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
             interval=whole("stream_interval", body.stream_interval, 1, 1, _INT32),
-            return_token_ids=bool(body.return_token_ids),
+            return_token_ids=bool(body.return_token_ids) or self._ids_only,
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             truncate=self._truncation(truncate, max_tokens) if body.truncate_prompt_tokens is not None else None,
             priority=self._priority(body.priority),
@@ -180,6 +183,7 @@ class Checker:
 
     def _text_spec(self, body: SamplingFields, stream: bool, min_tokens: int) -> TextSpec:
         return TextSpec(
+            detokenize=not self._ids_only,
             # a deadline answers with what is there by then, so the text must come as it grows
             emit=EmitMode.STREAM if stream or body.timeout_s is not None else EmitMode.FINAL,
             skip_special_tokens=body.skip_special_tokens is not False,
@@ -188,7 +192,7 @@ class Checker:
             stop_regex=_stop_regexes(body.stop_regex),
             include_stop_str_in_output=bool(body.include_stop_str_in_output or body.no_stop_trim),
             min_tokens=min_tokens,
-            return_token_ids=bool(body.return_token_ids),
+            return_token_ids=bool(body.return_token_ids) or self._ids_only,
         )
 
     def _stop_strings(self, stop: str | list[str] | None) -> tuple[str, ...]:
@@ -271,6 +275,15 @@ def real(name: str, value: float | None, default: float, low: float, high: float
         bracket = "(" if open_low else "["
         raise RequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value:g}.", param=name)
     return value
+
+
+def _refuse_text(**fields: object) -> None:
+    """Without a tokenizer what needs text is refused by name."""
+    for name, value in fields.items():
+        if value is not None and value != []:
+            raise RequestError(
+                f"`{name}` is unavailable when the server runs with skip_tokenizer_init=True.", param=name
+            )
 
 
 def _stop_regexes(given: str | list[str] | None) -> tuple[str, ...]:
