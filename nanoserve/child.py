@@ -33,6 +33,7 @@ from nanoserve.ipc.endpoints import Endpoints
 from nanoserve.ipc.link import Watchdog
 from nanoserve.ipc.messages import EngineFacts, Heartbeat, Ready, StartFailed
 from nanoserve.obs.logs import setup_logging, watchdog_file
+from nanoserve.obs.memory import write_ledger
 from nanoserve.obs.proc import LINE_S, ProcessUsage
 from nanoserve.obs.watchdog import LoopWatchdog
 
@@ -42,6 +43,7 @@ EXIT_START_FAILED = 1
 EXIT_CRASHED = 70
 EXIT_PARENT_GONE = 72
 PULSE_S = 0.5
+_LEDGER_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -76,8 +78,17 @@ class Link:
     """Implements `nanoserve.ipc.link.ProcessLink`. Thread-safe: the loop and the pulse thread both send."""
 
     def __init__(
-        self, name: str, index: int, incarnation: int, outbox: Outbox, watchdog: LoopWatchdog, *, is_alone: bool = False
+        self,
+        name: str,
+        index: int,
+        incarnation: int,
+        outbox: Outbox,
+        watchdog: LoopWatchdog,
+        *,
+        ledger_file: Path,
+        is_alone: bool = False,
     ) -> None:
+        self._ledger_file = ledger_file
         self.is_alone = is_alone
         self.name = name
         self.index = index
@@ -91,6 +102,7 @@ class Link:
         self._lock = threading.Lock()
         self._usage = ProcessUsage()
         self._usage_due = time.monotonic() + LINE_S
+        self._ledger_due = 0.0
 
     @property
     def stop_requested(self) -> bool:
@@ -123,6 +135,9 @@ class Link:
         self._send(Heartbeat(self.name, self.incarnation, late_s=late, doing=doing[0] if doing else ""))
         if self.is_alone and self._announcement is not None:
             self._send(self._announcement)  # whoever listens may have been started a moment ago
+        if now >= self._ledger_due and self.is_ready:
+            self._ledger_due = now + _LEDGER_S
+            write_ledger(self._ledger_file)
         if now >= self._usage_due:
             self._usage_due = now + LINE_S
             _log.info("%s", self._usage.line())
@@ -194,7 +209,15 @@ def main(argv: list[str]) -> int:
     context = zmq.Context()
     outbox = Outbox(context, endpoints.supervisor())
     is_alone = config.processes.role in ("engine", "detok")
-    link = Link(name, options.index, options.incarnation, outbox, watchdog, is_alone=is_alone)
+    link = Link(
+        name,
+        options.index,
+        options.incarnation,
+        outbox,
+        watchdog,
+        ledger_file=endpoints.memory_file(name),
+        is_alone=is_alone,
+    )
     ended = threading.Event()
     pulse = threading.Thread(target=_beat, args=(link, ended), name="pulse", daemon=True)
     pulse.start()

@@ -43,6 +43,10 @@ class Endpoints:
     def strikes(self, index: int = 0) -> Path:
         return self.run_dir / f"engine-{index}.strikes"
 
+    def memory_file(self, name: str) -> Path:
+        """The memory ledger that a process writes now and then (`obs.memory`)."""
+        return self.run_dir / f"{name}.memory"
+
     @property
     def config_file(self) -> Path:
         return self.run_dir / "config.json"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from nanoserve.obs.memory import claim
 from nanoserve.runner.layers import GatedMLP, RMSNorm, Rotary, rotate
 from nanoserve.runner.models.spec import LayerSpec, ModelSpec, RopeSpec
 
@@ -130,7 +131,15 @@ class _Taker:
         self._device = device
 
     def __call__(self, name: str) -> torch.Tensor:
-        return self._weights.pop(name).to(device=self._device, dtype=self._dtype)
+        return self._claimed(self._take(name))
 
     def joined(self, names: list[str]) -> torch.Tensor:
-        return torch.cat([self(name) for name in names])
+        return self._claimed(torch.cat([self._take(name) for name in names]))
+
+    def _take(self, name: str) -> torch.Tensor:
+        return self._weights.pop(name).to(device=self._device, dtype=self._dtype)
+
+    def _claimed(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._device.type == "cpu":
+            claim("weights", tensor.data_ptr(), tensor.nbytes)
+        return tensor

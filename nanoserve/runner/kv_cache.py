@@ -14,6 +14,7 @@ import torch
 
 from nanoserve.config import CacheConfig, SchedulerConfig
 from nanoserve.errors import ConfigError
+from nanoserve.obs.memory import claim
 from nanoserve.runner.models.spec import ModelSpec
 
 _FREE_SHARE = 0.25  # of the free memory, when the operator names no size
@@ -32,6 +33,9 @@ class PagedKVCache:
         # zeros, not empty: the system hands out zero pages only when they are touched, so this costs nothing.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
+        if self.keys.device.type == "cpu":
+            for tensor in (self.keys, self.values):
+                claim("kv cache", tensor.data_ptr(), tensor.nbytes)
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores key and value [T, num_kv_heads, head_dim] of one layer at int64 slots [T]."""

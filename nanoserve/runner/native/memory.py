@@ -11,14 +11,22 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
+from nanoserve.obs.memory import claim
+
 _HUGE_PAGE = 2 << 20
 
 
-def allocate(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Anonymous memory of `num_bytes`, zero, 2 MiB aligned; pages become real when they are touched."""
+def allocate(num_bytes: int, owner: str = "") -> npt.NDArray[np.uint8]:
+    """Anonymous memory of `num_bytes`, zero, 2 MiB aligned; pages become real when they are touched.
+
+    `owner` is its name in the memory ledger; none for memory that does not live long.
+    """
     mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages: slower by some percent, nothing else
         mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(mapping, np.uint8)
     start = -whole.ctypes.data % _HUGE_PAGE
-    return whole[start : start + num_bytes]
+    memory = whole[start : start + num_bytes]
+    if owner:
+        claim(owner, memory.ctypes.data, num_bytes)
+    return memory
