@@ -37,6 +37,9 @@ class ModelConfig:
     tokenizer: str = option(
         "", "directory, tokenizer file, .gguf file, hub id or bundled name; default: the model's own"
     )
+    skip_tokenizer_init: bool = option(
+        False, "load no tokenizer: prompts and answers are token ids only, and what needs text is refused"
+    )
     revision: str = option("", "branch, tag or commit of a hub id")
     served_model_name: tuple[str, ...] = option((), "names that clients may use; the first is echoed; default: --model")
     dtype: str = option(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanoserve.errors import StartupError
+from nanoserve.errors import RequestError, StartupError
 
 
 class Tokenizer(Protocol):
@@ -43,6 +43,35 @@ class Tokenizer(Protocol):
         ...
 
     def token_to_id(self, token: str) -> int | None: ...
+
+
+class NoTokenizer:
+    """In the place of a tokenizer with `--skip-tokenizer-init`: whoever needs text is told so."""
+
+    vocab_size = 0
+    special_ids: frozenset[int] = frozenset()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        raise _unavailable("Text in a prompt")
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        raise _unavailable("Text in a prompt")
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        raise _unavailable("Text of token ids")
+
+    def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
+        raise _unavailable("Text of token ids")
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return None
+
+    def token_to_id(self, token: str) -> int | None:
+        return None
+
+
+def _unavailable(what: str) -> RequestError:
+    return RequestError(f"{what} is unavailable when the server runs with skip_tokenizer_init=True.")
 
 
 class HFTokenizer:

@@ -14,13 +14,13 @@ import zmq
 
 from nanoserve.config import ServerConfig
 from nanoserve.detok.manager import DetokManager
-from nanoserve.detok.token_table import load_or_build_table
+from nanoserve.detok.token_table import TokenTable, load_or_build_table
 from nanoserve.hub.cache import cache_root
 from nanoserve.ipc.channels import Inbox, Outbox
 from nanoserve.ipc.endpoints import Endpoints
 from nanoserve.ipc.link import ProcessLink
 from nanoserve.ipc.messages import DetokInbox, TokenBatch
-from nanoserve.tokenizer import load_tokenizer
+from nanoserve.tokenizer import Tokenizer, load_tokenizer
 
 _log = logging.getLogger("nanoserve.detok")
 _IDLE_MS = 1000
@@ -57,10 +57,13 @@ def run(config: ServerConfig, model_dir: Path, endpoints: Endpoints, link: Proce
 
 
 def _load(config: ServerConfig, model_dir: Path, link: ProcessLink) -> DetokManager:
-    link.stage("loading tokenizer")
-    tokenizer = load_tokenizer(model_dir)
-    link.stage("checking token bytes")
-    table = load_or_build_table(tokenizer, model_dir, cache_root(config.model))
+    tokenizer: Tokenizer | None = None
+    table: TokenTable | None = None
+    if not config.model.skip_tokenizer_init:
+        link.stage("loading tokenizer")
+        tokenizer = load_tokenizer(model_dir)
+        link.stage("checking token bytes")
+        table = load_or_build_table(tokenizer, model_dir, cache_root(config.model))
     manager = DetokManager(
         tokenizer,
         config.detok,
@@ -69,5 +72,5 @@ def _load(config: ServerConfig, model_dir: Path, link: ProcessLink) -> DetokMana
         num_apis=config.api.api_workers,
         table=table,
     )
-    _log.info("%d tokens, decoded by %s", tokenizer.vocab_size, manager.decoder_name)
+    _log.info("%d tokens, decoded by %s", tokenizer.vocab_size if tokenizer else 0, manager.decoder_name)
     return manager

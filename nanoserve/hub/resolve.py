@@ -70,7 +70,8 @@ def _model_directory(options: ModelConfig, progress: Progress | None) -> Path | 
         return None
     read_model_files(model, need_weights=need_weights)
     if not options.tokenizer:
-        _check_tokenizer(model)
+        if not options.skip_tokenizer_init:
+            _check_tokenizer(model)
         return model
     tokenizer = _materialize(options.tokenizer, options, progress, weights=False)
     if tokenizer is None:

@@ -1,0 +1,63 @@
+"""The detokenizer's switches, from outside: ids only, the window decoder, patterns as stops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.harness import Server
+
+pytestmark = pytest.mark.slow
+
+
+def test_ids_in_ids_out(start_server: Callable[..., Server]) -> None:
+    server = start_server("--model", "sim", "--skip-tokenizer-init").wait_ready()
+    asked = {"model": "sim", "prompt": [5, 6, 7, 8], "max_tokens": 3, "temperature": 0}
+    status, answer = server.post("/v1/completions", asked)
+    assert status == 200, answer
+    choice = answer["choices"][0]
+    assert choice["text"] == "" and len(choice["token_ids"]) == 3
+    assert answer["usage"]["completion_tokens"] == 3
+    for refused, param in (
+        ({"prompt": "text"}, None),
+        ({"stop": ["x"]}, "stop"),
+        ({"stop_regex": "x"}, "stop_regex"),
+        ({"logprobs": 1}, "logprobs"),
+    ):
+        status, answer = server.post("/v1/completions", asked | refused)
+        assert status == 400 and "skip_tokenizer_init" in answer["error"]["message"]
+        assert param is None or answer["error"]["param"] == param
+    status, _ = server.post("/v1/chat/completions", {"model": "sim", "messages": [{"role": "user", "content": "x"}]})
+    assert status == 400
+    assert server.post("/v1/completions", asked)[0] == 200
+
+
+@pytest.mark.parametrize("detokenizer", ["window", "bytes"])
+def test_both_decoders_and_stops_of_both_kinds(start_server: Callable[..., Server], detokenizer: str) -> None:
+    """The sim model says the prompt again, so what must come out is known."""
+    server = start_server("--model", "sim", "--sim-step-ms", "20", "--detokenizer", detokenizer).wait_ready()
+    text = "Naïve café 🔥🔥 in 日本 costs 1234 yen, he says. " * 3
+    asked = {"model": "sim", "prompt": text, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    whole = server.post("/v1/completions", asked)[1]["choices"][0]["text"]
+    assert len(whole) > 90 and text.startswith(whole.rstrip("\ufffd")) and "\ufffd" not in whole[:-1]
+    for stop, kept in (
+        ({"stop": ["🔥 in"]}, "Naïve café 🔥"),
+        ({"stop_regex": r"\d{3}"}, "Naïve café 🔥🔥 in 日本 costs "),
+    ):
+        answer = server.post("/v1/completions", asked | stop)[1]
+        choice = answer["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (kept, "stop")
+        assert choice["stop_reason"] in ("🔥 in", r"\d{3}")
+        assert "".join(_texts(server, asked | stop)) == kept
+    status, answer = server.post("/v1/completions", asked | {"stop_regex": "(a"})
+    assert status == 400 and answer["error"]["param"] == "stop_regex"
+    metrics = server.get("/metrics")[1]
+    overrun = next(line for line in metrics.splitlines() if line.startswith("nanoserve_stop_overrun_tokens_total "))
+    assert float(overrun.split()[1]) <= 4  # one row-step per ending
+
+
+def _texts(server: Server, asked: dict[str, object]) -> list[str]:
+    events = [json.loads(data) for data in server.stream("/v1/completions", asked) if data != "[DONE]"]
+    return [choice["text"] for event in events for choice in event["choices"]]
