@@ -119,6 +119,7 @@ class Link:
         """Tells the supervisor; from the first call on the watchdog watches."""
         self._announcement = Ready(self.name, self.incarnation, os.getpid(), engine=engine, ring_turned=ring_turned)
         self._send(self._announcement)
+        self._ledger_due = 0.0
         if not self.is_ready:
             # What has been loaded stays for life: out of the collector's sight, so that it never pauses for it.
             gc.collect()

@@ -7,6 +7,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -109,3 +110,25 @@ def is_empty(server: Server) -> bool:
             name = line.split("{")[0].split(" ")[0]
             values[name] = values.get(name, 0.0) + float(line.split()[-1])
     return not (values["nanoserve_num_requests_running"] or values["nanoserve_num_requests_waiting"])
+
+
+def test_the_memory_ledger_adds_up_and_names_the_processes(smollm2_server: Server) -> None:
+    """Bytes by owner sum to each process's resident memory; weights and KV are told apart."""
+    smollm2_server.post("/v1/completions", {"model": "smollm2-135m", "prompt": "hello", "max_tokens": 4})
+    wait_until(lambda: all(adds_up(entry) for entry in server_processes(smollm2_server)), 25, "the ledgers add up")
+    entries = {entry["name"]: entry for entry in server_processes(smollm2_server)}
+    assert {name: entry["pid"] for name, entry in entries.items()} == smollm2_server.pids
+    assert all(entry["restarts"] == 0 and entry["uptime_s"] > 0 for entry in entries.values())
+    engine = entries["engine-0"]["memory"]
+    assert engine["weights"] > 100 << 20 and 0 < engine["kv cache"] < 600 << 20
+    assert engine["heap"] > 0
+
+
+def adds_up(entry: dict[str, Any]) -> bool:
+    rss = psutil.Process(entry["pid"]).memory_info().rss
+    told = sum(size for owner, size in entry["memory"].items() if owner != "rss")
+    return abs(told - rss) < 0.1 * rss
+
+
+def server_processes(server: Server) -> list[dict[str, Any]]:
+    return list(server.get("/server_info")[1]["processes"])
