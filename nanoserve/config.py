@@ -170,6 +170,9 @@ class ApiConfig:
         1 << 20, "text that a stream holds for a client that does not read; beyond it the connection is cut", size=True
     )
     write_timeout: float = option(120.0, "seconds a client may leave a stream unread; 0: no limit")
+    resume_grace: float = option(
+        0.0, "seconds a stream goes on without its client, who may resume it with Last-Event-ID; 0: not at all"
+    )
     accept_timeout: float = option(
         60.0, "seconds a new request waits for a restarting engine to take it; then 503; 0: no limit"
     )

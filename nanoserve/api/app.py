@@ -22,7 +22,9 @@ from nanoserve.api.generate import generate
 from nanoserve.api.http import REQUEST_ID_HEADER, request_label
 from nanoserve.api.messages import count_tokens, create_message
 from nanoserve.api.openapi import openapi
+from nanoserve.api.respond import resume
 from nanoserve.api.responses import create_response
+from nanoserve.api.resume import LAST_EVENT_ID
 from nanoserve.errors import RequestError
 
 log = logging.getLogger(__name__)
@@ -60,7 +62,10 @@ async def outcome_middleware(request: web.Request, handler: Handler) -> web.Stre
         if request.method == "OPTIONS":
             return _options(request, context)
         context.access.check(request.path, request.headers)
-        response = await handler(request)
+        if context.resumes is not None and LAST_EVENT_ID in request.headers:
+            response = await resume(request, context.resumes)
+        else:
+            response = await handler(request)
     except RequestError as error:
         response = error_response(error, request.path)
     except web.HTTPException as error:

@@ -19,6 +19,7 @@ from nanoserve.api.fairness import FairClock
 from nanoserve.api.lifecycle import Lifecycle
 from nanoserve.api.metrics import Metrics
 from nanoserve.api.pacing import Pacer
+from nanoserve.api.resume import Resumes
 from nanoserve.api.validation import Checker
 from nanoserve.config import ServerConfig
 
@@ -35,8 +36,21 @@ class ApiContext:
     seeds: random.Random
     clock_s: Callable[[], float] = field(default=time.monotonic)
     fair: FairClock | None = None  # with --scheduling-policy fair
+    resumes: Resumes | None = None  # with --resume-grace
     checker: Checker | None = None  # set when the model is loaded
     memory: Callable[[str], dict[str, int]] = field(default=lambda name: {})  # ledger of a process, by its name
+
+    def tick(self, now_s: float) -> None:
+        """Everything that happens because time has passed."""
+        self.pacer.tick(now_s)
+        if self.resumes is not None:
+            self.resumes.tick(now_s)
+
+    def close(self) -> None:
+        """Ends what would outlive the connections."""
+        if self.resumes is not None:
+            self.resumes.close()
+        self.lifecycle.close()
 
     def require_checker(self) -> Checker:
         """Unavailable while the model loads, drains or has failed."""
@@ -63,6 +77,10 @@ def build_context(config: ServerConfig, client: EngineClient, metrics: Metrics) 
         fair=FairClock() if config.scheduler.scheduling_policy == "fair" else None,
         seeds=random.Random(seed) if seed else random.SystemRandom(),
     )
+    if config.api.resume_grace:
+        context.resumes = Resumes(
+            grace_s=config.api.resume_grace, max_bytes=config.api.stream_buffer_bytes, clock_s=context.clock_s
+        )
     metrics.watch_client(client.counters)
     metrics.watch_gauge("api_live_requests", "requests this api process has in the ring", lambda: client.num_live)
     return context

@@ -17,19 +17,19 @@ _HIGH_WATER_BYTES = 64 * 1024  # the transport pauses its writer there
 class EventWriter:
     """One response of `text/event-stream`."""
 
-    __slots__ = ("_chunked", "_clock_s", "_request", "_response", "blocked_since_s", "last_write_s")
+    __slots__ = ("_chunked", "_clock_s", "_request", "blocked_since_s", "last_write_s", "response")
 
     def __init__(self, request: web.Request, headers: dict[str, str], clock_s: Callable[[], float]) -> None:
         self._request = request
-        self._response = web.StreamResponse(headers=headers)
+        self.response = web.StreamResponse(headers=headers)
         self._clock_s = clock_s
         self._chunked = False
         self.last_write_s = clock_s()
         self.blocked_since_s = 0.0  # 0: the client reads
 
-    async def begin(self, data: bytes) -> web.StreamResponse:
+    async def begin(self, data: bytes) -> None:
         """Sends the headers and the first events, if there are any, in one write."""
-        response = self._response
+        response = self.response
         await response.prepare(self._request)
         self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
         if data:
@@ -37,7 +37,6 @@ class EventWriter:
         else:
             self._request.writer.send_headers()
         self.last_write_s = self._clock_s()
-        return response
 
     def send(self, data: bytes) -> bool:
         """Queues events. False when the client has to read first; ConnectionResetError when it has gone."""
@@ -58,7 +57,7 @@ class EventWriter:
 
     async def finish(self) -> None:
         """Ends the body; the connection stays usable."""
-        await self._response.write_eof()
+        await self.response.write_eof()
 
     def cut(self) -> None:
         """Ends the connection without a word: the client does not read anyway."""

@@ -98,11 +98,11 @@ class ApiProcess:
             all_finished = await self._drain()
         finally:
             loop.remove_reader(self._link.stop_fd)
+            self.context.close()
             await edge.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self.context.lifecycle.close()
         if self._failure is not None:
             raise self._failure
         return all_finished
@@ -152,7 +152,7 @@ class ApiProcess:
         while True:
             self._link.watchdog.feed()
             now_s = time.monotonic()
-            self.context.pacer.tick(now_s)
+            self.context.tick(now_s)
             await asyncio.sleep(TICK_S)
             worst_s = lag.note(time.monotonic() - now_s - TICK_S, time.monotonic())
             if worst_s is not None:

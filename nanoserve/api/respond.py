@@ -7,8 +7,10 @@ However a response ends (done, error, client gone, deadline), `respond` ends its
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from aiohttp import web
 
@@ -18,8 +20,9 @@ from nanoserve.api.context import ApiContext
 from nanoserve.api.engine_client import ABORTED_WORD, NewRequest
 from nanoserve.api.errors import Unavailable, from_failure
 from nanoserve.api.event_writer import EventWriter
-from nanoserve.api.http import request_label
+from nanoserve.api.http import new_id, request_label
 from nanoserve.api.results import Choice, ResponseFormat
+from nanoserve.api.resume import LAST_EVENT_ID, EventLog, Resumes
 from nanoserve.api.stream import Outlet, Piece, RequestStream
 from nanoserve.errors import RequestError
 from nanoserve.ipc.messages import AbortCause, FinishReason
@@ -46,22 +49,74 @@ class Job:
 
 async def respond(request: web.Request, context: ApiContext, job: Job, form: ResponseFormat) -> web.StreamResponse:
     """Runs the job and answers. RequestError before the first byte becomes the status line (`app` writes it)."""
+    if job.stream and context.resumes is not None:
+        return await _respond_resumable(request, context, context.resumes, job, form)
+    try:
+        async with _exchange(request, context, job, form) as exchange:
+            if not job.stream:
+                return await exchange.unary()
+            writer = EventWriter(request, {**_SSE_HEADERS, **job.headers}, context.clock_s)
+            await exchange.stream(writer)
+            return writer.response
+    except ConnectionResetError:
+        raise asyncio.CancelledError from None  # a client that goes away is not a fault, and nobody reads an answer
+
+
+async def _respond_resumable(
+    request: web.Request, context: ApiContext, resumes: Resumes, job: Job, form: ResponseFormat
+) -> web.StreamResponse:
+    """The answer is made by a task of its own; this connection is the first to follow it."""
+
+    async def produce(log: EventLog) -> None:
+        async with _exchange(request, context, job, form) as exchange:
+            await exchange.stream(log)
+
+    stream = await resumes.start(new_id("stream"), produce)
+    return await stream.follow(request, 0, {**_SSE_HEADERS, **job.headers})
+
+
+async def resume(request: web.Request, resumes: Resumes) -> web.StreamResponse:
+    """Goes on with a dropped stream after the client's `Last-Event-ID`."""
+    stream, number = resumes.find(request.headers[LAST_EVENT_ID])
+    return await stream.follow(request, number, _SSE_HEADERS)
+
+
+@asynccontextmanager
+async def _exchange(
+    request: web.Request, context: ApiContext, job: Job, form: ResponseFormat
+) -> AsyncIterator[Exchange]:
+    """Admits the job and sends its requests; however it ends, those that still live end in the engine too."""
     num_requests = len(job.requests)
     requests = _with_fair_tags(request, context, job.requests)
     context.admission.admit(num_requests, context.clock_s())
     outlet = Outlet()
     streams: list[RequestStream] = []
-    exchange = Exchange(request, context, job, form, outlet, streams)
+    exchange = Exchange(context, job, form, outlet, streams, label=request_label(request))
     context.pacer.add(exchange)
     try:
         streams.extend(context.client.submit(new, outlet) for new in requests)
-        return await (exchange.stream() if job.stream else exchange.unary())
-    except ConnectionResetError:
-        raise asyncio.CancelledError from None  # a client that goes away is not a fault, and nobody reads an answer
+        yield exchange
     finally:
         context.pacer.remove(exchange)
         context.client.abort(streams, AbortCause.CLIENT_GONE)  # only those that still live: the client has gone
         context.admission.leave(num_requests, context.clock_s())
+
+
+class Writer(Protocol):
+    """Where the events of a stream go: a client's connection, or a log that clients follow."""
+
+    last_write_s: float
+    blocked_since_s: float
+
+    async def begin(self, data: bytes) -> None: ...
+
+    def send(self, data: bytes) -> bool: ...
+
+    async def drained(self) -> None: ...
+
+    async def finish(self) -> None: ...
+
+    def cut(self) -> None: ...
 
 
 class Exchange:
@@ -69,25 +124,25 @@ class Exchange:
 
     def __init__(
         self,
-        request: web.Request,
         context: ApiContext,
         job: Job,
         form: ResponseFormat,
         outlet: Outlet,
         streams: list[RequestStream],
+        *,
+        label: str,
     ) -> None:
-        self._request = request
         self._context = context
         self._job = job
         self._form = form
         self._outlet = outlet
         self._streams = streams
         self._num_ended = 0
-        self.labels = {job.label, request_label(request)} - {""}
+        self.labels = {job.label, label} - {""}
         self._began_s = context.clock_s()
         self._comment_due = False
         self._queue_expired = False
-        self._writer: EventWriter | None = None  # of a stream that has begun
+        self._writer: Writer | None = None  # of a stream that has begun
         self._signal: asyncio.Future[None] | None = None  # ends the wait of `stream`: all is said, or nobody reads
         self._is_over = False
 
@@ -102,13 +157,13 @@ class Exchange:
         body = self._form.body(sorted(choices.values(), key=lambda choice: choice.index))
         return web.Response(body=body, content_type=JSON, headers=self._job.headers)
 
-    async def stream(self) -> web.StreamResponse:
+    async def stream(self, writer: Writer) -> None:
+        """Writes the whole stream. RequestError before the first byte; later faults are events of it."""
         pieces = await self._first_pieces()
-        context = self._context
-        self._writer = writer = EventWriter(self._request, {**_SSE_HEADERS, **self._job.headers}, context.clock_s)
-        context.metrics.streams_open += 1
+        self._writer = writer
+        self._context.metrics.streams_open += 1
         try:
-            response = await writer.begin(self._encode(pieces))
+            await writer.begin(self._encode(pieces))
             while not self._is_over:
                 self._signal = asyncio.get_running_loop().create_future()
                 self._outlet.pump = self._pump
@@ -120,8 +175,7 @@ class Exchange:
             await writer.finish()
         finally:
             self._outlet.pump = None
-            context.metrics.streams_open -= 1
-        return response
+            self._context.metrics.streams_open -= 1
 
     def _pump(self) -> None:
         """Writes what the streams have, in the turn of the loop that brought it; never waits."""
@@ -233,7 +287,7 @@ class Exchange:
             self._comment_due = True
             self._outlet.wake()
 
-    def _look_at_writer(self, writer: EventWriter, now_s: float) -> None:
+    def _look_at_writer(self, writer: Writer, now_s: float) -> None:
         """A client that does not read keeps only so much: beyond the cap or the time its connection is cut."""
         if not writer.blocked_since_s:
             self._comment_if_silent(writer.last_write_s, now_s)

@@ -1,0 +1,111 @@
+"""Dropped connections resume with Last-Event-ID: neither a gap nor a repeat, and no state is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoserve.api.resume import EventLog
+from nanoserve.config import ApiConfig, ServerConfig
+from nanoserve.errors import RequestError
+from tests.integration.api_ring import Api, loaded_api
+
+COMPLETIONS = "/v1/completions"
+BODY = {"prompt": "x", "max_tokens": 50, "stream": True}
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    config = ServerConfig(api=ApiConfig(resume_grace=0.6))
+    async with loaded_api(tmp_path, config) as running:
+        yield running
+
+
+async def read_event(response: Any) -> tuple[str, Any]:
+    """Id and payload of the next event."""
+    block = (await response.content.readuntil(b"\n\n")).decode()
+    head, _, data = block.strip().partition("\n")
+    assert head.startswith("id: ") and data.startswith("data: "), block
+    payload = data[6:]
+    return head[4:], payload if payload == "[DONE]" else json.loads(payload)
+
+
+async def rest_of(response: Any) -> list[tuple[str, Any]]:
+    events = []
+    while not events or events[-1][1] != "[DONE]":
+        events.append(await read_event(response))
+    return events
+
+
+async def start(api: Api, text: str) -> tuple[Any, int]:
+    api.ring.script = lambda add: None
+    request = asyncio.create_task(api.http.post(api.url + COMPLETIONS, json=BODY))
+    add = await api.ring.next_added()
+    for char in text:
+        api.ring.token(add.request_id, char)
+    return await request, add.request_id
+
+
+async def test_a_dropped_stream_goes_on_where_it_was(api: Api) -> None:
+    response, request_id = await start(api, "abc")
+    seen = ""
+    while len(seen) < 2:
+        last_id, event = await read_event(response)
+        seen += event["choices"][0]["text"]
+    response.close()
+    api.ring.token(request_id, "de")  # made while nobody listens
+    await asyncio.sleep(0.1)
+    assert not api.ring.aborted
+    response = await api.http.post(api.url + COMPLETIONS, json=BODY, headers={"Last-Event-ID": last_id})
+    api.ring.token(request_id, "f")
+    api.ring.finish(request_id)
+    events = await rest_of(response)
+    assert seen + "".join(event["choices"][0]["text"] for _, event in events[:-1]) == "abcdef"
+    numbers = [int(event_id.rpartition(":")[2]) for event_id, _ in events]
+    assert numbers == list(range(int(last_id.rpartition(":")[2]) + 1, numbers[-1] + 1))
+    # the whole of it can be had again within the grace time
+    again = await api.http.get(api.url + "/v1/any", headers={"Last-Event-ID": last_id.rpartition(":")[0] + ":0"})
+    assert (await rest_of(again))[-1][0] == events[-1][0]
+
+
+async def test_nobody_comes_back_so_the_request_ends(api: Api) -> None:
+    response, request_id = await start(api, "abc")
+    await read_event(response)
+    response.close()
+    await api.ring.until(lambda: api.ring.aborted)
+    assert api.ring.aborted[0].request_ids == [request_id]
+    for _ in range(200):
+        if not len(api.process.context.resumes or ()) and api.process.context.admission.num_held == 0:
+            break
+        await asyncio.sleep(0.01)
+    assert len(api.process.context.resumes or ()) == 0 and api.process.context.admission.num_held == 0
+
+
+async def test_refusals_are_still_a_status(api: Api) -> None:
+    api.ring.auto_accept = False
+    api.ring.script = lambda add: api.ring.refuse(add.request_id, 400, "This can never fit.")
+    status, body = await api.post(COMPLETIONS, BODY)
+    assert (status, body["error"]["message"]) == (400, "This can never fit.")
+    assert api.process.context.admission.num_held == 0
+
+
+@pytest.mark.parametrize("event_id", ["", "x", "x:1", "stream-1:abc"])
+async def test_unknown_ids_are_a_404(api: Api, event_id: str) -> None:
+    async with api.http.post(api.url + COMPLETIONS, json=BODY, headers={"Last-Event-ID": event_id}) as response:
+        assert response.status == 404
+
+
+def test_a_log_that_has_lost_the_place_says_so() -> None:
+    log = EventLog("s", 100, lambda: 0.0)
+    for number in range(20):
+        log.send(b"data: %d\n\n" % number)
+    assert log.since(19) == [b"id: s:20\ndata: 19\n\n"] and log.since(20) == []
+    for number in (0, 21):
+        with pytest.raises(RequestError) as caught:
+            log.since(number)
+        assert caught.value.status == 410
