@@ -37,6 +37,7 @@ def sim_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def smollm2_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """SmolLM2-135M in float32."""
-    args = ("smollm2-135m", "--dtype", "float32", "--max-model-len", "2048", "--kv-cache-memory", "512MiB")
-    with Server(*args, log_dir=tmp_path_factory.mktemp("smollm2-logs")) as server:
+    # one thread: the clients of a test need the other cores, and steps that share a core with them are slow
+    flags = "--dtype float32 --max-model-len 2048 --kv-cache-memory 512MiB --engine-threads 1"
+    with Server("smollm2-135m", *flags.split(), log_dir=tmp_path_factory.mktemp("smollm2-logs")) as server:
         yield server.wait_ready(240.0)

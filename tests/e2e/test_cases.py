@@ -13,16 +13,9 @@ import pytest
 
 from tests.e2e.harness import Server, wait_until
 from tests.e2e.openai_stream import CHAT, COMPLETIONS, Answer, ask, ask_streamed, ask_unary
+from tests.forced import AB, DAY, E2, FILE_SEP, FIRE, SEMICOLON, SPACES, TABS, TWO, YES, force
 
 pytestmark = pytest.mark.slow
-
-YES, TWO, DAY, SEMICOLON, AB, SPACES, TABS = 9805, 827, 1194, 8544, 369, 289, 1656
-FIRE = (10813, 238, 115)
-E2, FILE_SEP = 173, 5
-
-
-def force(*ids: int) -> dict[str, Any]:
-    return {"logit_bias": {str(token_id): 100 for token_id in ids}}
 
 
 @pytest.fixture(autouse=True)
