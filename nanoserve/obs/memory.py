@@ -14,8 +14,11 @@ from pathlib import Path
 import msgspec
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_ENTRY_BYTES = 8  # of /proc/self/pagemap, one a page; the highest bit says that the page is in memory
-_ABSENT = bytes(range(128))
+# An entry of /proc/self/pagemap is 8 bytes a page. Bit 63: the page is present. Bit 56: it is mapped here only, which is
+# not so for the kernel's one page of zeros: memory that was read but never written is present and yet not resident.
+_ENTRY_BYTES = 8
+_NOT_PRESENT = bytes(range(128))
+_NOT_OURS = bytes(top for top in range(256) if top & 0x81 != 0x81)
 _CHUNK_PAGES = 1 << 17
 
 _claims: dict[int, tuple[str, int, bool]] = {}  # address -> owner, bytes, mapped from a file
@@ -27,16 +30,17 @@ def claim(owner: str, address: int, num_bytes: int, *, is_file: bool = False) ->
         _claims[address] = (owner, num_bytes, is_file)
 
 
-def resident_bytes(address: int, num_bytes: int) -> int:
+def resident_bytes(address: int, num_bytes: int, *, is_file: bool = False) -> int:
     """How much of a range is in memory; all of it where the kernel does not tell."""
     first, last = address // _PAGE, -(-(address + num_bytes) // _PAGE)
+    uncounted = _NOT_PRESENT if is_file else _NOT_OURS
     present = 0
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as page_map:  # noqa: PTH123 - unbuffered
             page_map.seek(first * _ENTRY_BYTES)
             for start in range(first, last, _CHUNK_PAGES):
                 entries = page_map.read(min(_CHUNK_PAGES, last - start) * _ENTRY_BYTES)
-                present += len(entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES].translate(None, _ABSENT))
+                present += len(entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES].translate(None, uncounted))
     except OSError:
         return num_bytes
     return min(present * _PAGE, num_bytes)
@@ -51,7 +55,7 @@ def ledger() -> dict[str, int]:
     )
     owners: dict[str, int] = {}
     for address, (owner, num_bytes, is_file) in list(_claims.items()):
-        held = resident_bytes(address, num_bytes)
+        held = resident_bytes(address, num_bytes, is_file=is_file)
         owners[owner] = owners.get(owner, 0) + held
         if is_file:
             files -= held
