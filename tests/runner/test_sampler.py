@@ -83,7 +83,7 @@ def reference_draw(logits: list[float], row: Row) -> tuple[int, float]:
     weight = {token: math.exp((edited[token] - edited[order[0]]) / sampling.temperature) for token in order}
     edges = [abs(w - sampling.min_p) for w in weight.values() if sampling.min_p]
     weight = {token: w if w >= sampling.min_p else 0.0 for token, w in weight.items()}
-    cut = bool(sampling.top_k) or sampling.top_p < 1
+    cut = 0 < sampling.top_k < len(logits) or sampling.top_p < 1
     kept = order[: sampling.top_k] if sampling.top_k else order
     mass, below, nucleus = sum(weight[token] for token in kept), 0.0, []
     for token in kept:
