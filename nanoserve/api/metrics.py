@@ -113,7 +113,6 @@ _DETOK_COUNTERS = (
     ("detok_forced_cuts", "forced_flushes", "windows of undecodable bytes that were cut at their cap"),
     ("detok_late_rows", "late_rows", "rows for unknown or ended requests"),
     ("detok_row_errors", "row_errors", "rows that could not be decoded"),
-    ("stop_overrun_tokens", "stop_overrun_tokens", "tokens made after a stop string; neither shown nor billed"),
     ("detok_dropped_messages", "dropped_messages", "messages the detokenizer could not use"),
 )
 _CLIENT_COUNTERS = (
@@ -137,8 +136,8 @@ class Metrics(Collector, LatencySink):
         self.ended: Counter[str] = Counter()  # finish reasons
         self.engine_stats = EngineStats()
         self.detok_stats = DetokStats()
-        self._engine_counts = Monotonic(tuple(field for _, field, _ in _ENGINE_COUNTERS))
-        self._detok_counts = Monotonic(tuple(field for _, field, _ in _DETOK_COUNTERS))
+        self._engine_counts = Monotonic((*(field for _, field, _ in _ENGINE_COUNTERS), "stop_overrun_rows"))
+        self._detok_counts = Monotonic((*(field for _, field, _ in _DETOK_COUNTERS), "stop_overrun_tokens"))
         self._latency = {
             "time_to_first_token_seconds": Histogram(_SECONDS),
             "inter_token_latency_seconds": Histogram(_ITL),
@@ -201,6 +200,11 @@ class Metrics(Collector, LatencySink):
     def collect(self) -> Iterable[Metric]:
         yield from self._stats(_ENGINE_GAUGES, _ENGINE_COUNTERS, self.engine_stats, self._engine_counts)
         yield from self._stats(_DETOK_GAUGES, _DETOK_COUNTERS, self.detok_stats, self._detok_counts)
+        yield CounterMetricFamily(
+            PREFIX + "stop_overrun_tokens",
+            "tokens computed after a stop string, here or on the way to us; neither shown nor billed",
+            value=self._engine_counts.total("stop_overrun_rows") + self._detok_counts.total("stop_overrun_tokens"),
+        )
         if self._client is not None:
             for name, field, words in _CLIENT_COUNTERS:
                 yield CounterMetricFamily(PREFIX + name, words, value=getattr(self._client, field))

@@ -38,6 +38,7 @@ from nanoserve.sched.plan import Executor, StepPlan
 from nanoserve.sched.request import Request, StepOutput
 from nanoserve.sched.scheduler import Scheduler
 
+_PROGRESS_NS = 1_000_000_000  # between two words to a client that waits for its first token
 _log = logging.getLogger(__name__)
 
 
@@ -96,6 +97,7 @@ class EngineCore:
         self._gone: dict[int, int] = {}  # api index -> last life that has ended
         self._in_step = False
         self._last_step_failed = False
+        self._progress_ns = 0  # when waiting clients were last told
 
     @property
     def has_work(self) -> bool:
@@ -116,6 +118,8 @@ class EngineCore:
             case AbortRequest():
                 finished = self.scheduler.abort(message.request_ids, message.cause, self._clock(), message.num_kept)
                 self.counters.dropped_messages += len(message.request_ids) - len(finished)
+                if self._in_step and message.cause is AbortCause.STOP_STRING:
+                    self.counters.stop_overrun_rows += len(finished)
                 self._finish(finished)
             case Release():
                 # Whoever has the terminal record of a request that still runs (from a detokenizer that died before
@@ -238,6 +242,9 @@ class EngineCore:
         end_ns = self._clock()
         self.counters.step_seconds += (end_ns - begin_ns) / 1e9
         self.counters.schedule_seconds += (planned_ns - begin_ns) / 1e9
+        if end_ns - self._progress_ns >= _PROGRESS_NS:
+            self._progress_ns = end_ns
+            self._builder.accepted += [Accepted(*progress) for progress in self.scheduler.without_output()]
         if not plan.rows and self._builder.is_empty:
             return None
         return self._builder.take(plan.step, self.stats())

@@ -16,6 +16,7 @@ class EngineCounters:
     """Totals of one incarnation, beside those that the scheduler keeps."""
 
     dropped_messages: int = 0  # for unknown ids, or repeated
+    stop_overrun_rows: int = 0  # computed for requests that a stop string had ended meanwhile
     step_seconds: float = 0.0
     schedule_seconds: float = 0.0
     forward_seconds: float = 0.0
@@ -45,6 +46,7 @@ class EngineCounters:
             num_retained=num_retained,
             draft_tokens=scheduler.drafter.num_drafts,
             accepted_draft_tokens=scheduler.drafter.num_right,
+            stop_overrun_rows=self.stop_overrun_rows,
         )
 
 

@@ -141,10 +141,11 @@ class Opened(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Sent at once at admission; `queue_position` 0 means next to run."""
+    """Sent at once at admission, and again each second until the first token, with what has changed."""
 
     request_id: int
-    queue_position: int = 0
+    queue_position: int = 0  # 0: next to run, or running
+    num_computed: int = 0  # prompt tokens that are computed
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -208,6 +209,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_retained: int = 0  # finished, not yet released
     draft_tokens: int = 0  # computed for speculation
     accepted_draft_tokens: int = 0  # of those, the ones that were right
+    stop_overrun_rows: int = 0  # rows of a step that ran while the stop string of their request was on its way
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):

@@ -177,6 +177,19 @@ def test_race_a_stop_string_and_the_last_token_in_one_step() -> None:
     assert (ear.finished[1].reason, ear.finished[1].num_output_tokens) == (FinishReason.STOP, 2)
     core.handle(stop)
     run(core, ear)
+    assert core.stats().stop_overrun_rows == 1  # the row of step 3, computed in vain; the late repeat is none
+
+
+def test_a_stop_string_between_two_steps_costs_no_row() -> None:
+    core, executor = core_with(make_add_request(1, max_tokens=30))
+    ear = Ear()
+    for _ in range(3):
+        ear.hear(core.take_news())
+        ear.hear(core.step())
+    core.handle(AbortRequest([1], AbortCause.STOP_STRING, [2]))
+    run(core, ear)
+    assert len(executor.steps_with(1)) == 3
+    assert core.stats().stop_overrun_rows == 0
 
 
 def test_unknown_ids_are_counted_and_nothing_else() -> None:
