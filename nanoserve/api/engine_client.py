@@ -148,7 +148,7 @@ class EngineClient:
         self.note_engine(batch.engine_incarnation)
         for accepted in batch.accepted:
             if (stream := self._live.get(accepted.request_id)) is not None:
-                stream.accept(accepted.queue_position)
+                stream.accept(accepted.queue_position, accepted.num_computed)
         for prompt in batch.prompt_logprobs:
             if (stream := self._live.get(prompt.request_id)) is not None:
                 stream.push_prompt_logprobs(prompt.tokens)

@@ -28,6 +28,7 @@ from nanoserve.errors import RequestError
 from nanoserve.ipc.messages import AbortCause, FinishReason
 
 JSON = "application/json"
+_NOTHING_NEW = "keep-alive"
 _SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -141,6 +142,7 @@ class Exchange:
         self.labels = {job.label, label} - {""}
         self._began_s = context.clock_s()
         self._comment_due = False
+        self._last_words = ""
         self._queue_expired = False
         self._writer: Writer | None = None  # of a stream that has begun
         self._signal: asyncio.Future[None] | None = None  # ends the wait of `stream`: all is said, or nobody reads
@@ -224,10 +226,18 @@ class Exchange:
             self._is_over = True
             parts.append(form.failed(self._queue_error()))
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        if not data and self._comment_due:
-            data = sse.comment(self._waiting_words())
+        if not data:
+            data = self._comment()
         self._comment_due = False
         return data
+
+    def _comment(self) -> bytes:
+        """A word to a client that waits: when it is new, or when the connection has been silent too long."""
+        words = self._waiting_words()
+        if not self._comment_due and words in (self._last_words, _NOTHING_NEW):
+            return b""
+        self._last_words = words
+        return sse.comment(words)
 
     def _take(self, stream: RequestStream) -> Piece:
         if stream.num_taken == 0 and self._context.fair is not None:
@@ -250,8 +260,16 @@ class Exchange:
         return Unavailable("The request waited too long in the queue.", retry_after_s=retry_s, code="queue_timeout")
 
     def _waiting_words(self) -> str:
-        positions = [s.accepted for s in self._streams if s.accepted is not None and not s.first_ns]
-        return f"queued position={max(positions)}" if positions and max(positions) > 0 else "keep-alive"
+        """Where in the queue, or how far in its prompt, the one is that is furthest back; while none has output."""
+        if any(stream.first_ns for stream in self._streams):
+            return _NOTHING_NEW
+        last = max(self._streams, key=lambda stream: (stream.accepted or 0, -stream.num_computed))
+        if last.accepted:
+            eta_s = self._context.admission.seconds_for(last.accepted, self._context.clock_s())
+            return f"queued position={last.accepted} eta={eta_s:.1f}s"
+        if last.num_computed:
+            return f"prefill {last.num_computed}/{len(last.request.prompt_token_ids) // 4}"
+        return _NOTHING_NEW
 
     def abort(self) -> None:
         """Ends it from outside: the client gets what is there, with finish reason `abort`."""

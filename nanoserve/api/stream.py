@@ -98,6 +98,7 @@ class RequestStream:
         "interval",
         "last_ns",
         "num_chars",
+        "num_computed",
         "output_ids",
         "pending_chars",
         "request",
@@ -115,7 +116,8 @@ class RequestStream:
         self.output_ids = array("i")
         self.num_chars = 0
         self.pending_chars = 0
-        self.accepted: int | None = None  # queue position at admission
+        self.accepted: int | None = None  # queue position, once the engine has taken it
+        self.num_computed = 0  # of the prompt
         self.finished: TextFinished | None = None
         self.submitted_ns = request.arrival_ns
         self.first_ns = 0
@@ -183,8 +185,10 @@ class RequestStream:
         if self._prompt_logprobs is None and self._num_taken == 0:
             self._prompt_logprobs = tokens
 
-    def accept(self, queue_position: int) -> None:
+    def accept(self, queue_position: int, num_computed: int = 0) -> None:
+        """The engine has taken it, or tells how far it is."""
         self.accepted = queue_position
+        self.num_computed = num_computed
         self._outlet.wake()
 
     def finish(self, record: TextFinished) -> None:

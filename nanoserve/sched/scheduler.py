@@ -90,6 +90,11 @@ class Scheduler:
         request = self._requests[request_id]
         return self._waiting.index(request) if request.status is RequestStatus.WAITING else 0
 
+    def without_output(self) -> list[tuple[int, int, int]]:
+        """(request id, place in the queue, computed tokens) of all that wait for their first token."""
+        places = [*enumerate(self._waiting), *((0, request) for request in self._running.values())]
+        return [(r.request_id, place, r.num_computed_tokens) for place, r in places if not r.num_output_tokens]
+
     # ---- requests come and go ----------------------------------------------------------------------------
 
     def add(self, request: Request, now_ns: int) -> Finished | None:

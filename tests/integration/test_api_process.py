@@ -11,7 +11,7 @@ import pytest
 
 from nanoserve.config import ApiConfig, ServerConfig
 from nanoserve.ipc.columns import unpack_ids
-from nanoserve.ipc.messages import AbortCause, AddRequest, FinishReason, ProcessFacts
+from nanoserve.ipc.messages import AbortCause, Accepted, AddRequest, FinishReason, ProcessFacts
 from tests.integration.api_ring import (
     Api,
     loaded_api,
@@ -291,3 +291,22 @@ async def test_queue_deadline_is_a_503(api: Api) -> None:
     status, body = await api.post(COMPLETIONS, {"prompt": "x", "queue_timeout_s": 0.1, "stream": True})
     assert (status, body["error"]["error_code"]) == (503, "queue_timeout")
     await api.ring.until(lambda: api.ring.aborted)
+
+
+async def test_waiting_clients_are_told_their_place_and_the_progress_of_their_prompt(tmp_path: Path) -> None:
+    config = ServerConfig(api=ApiConfig(sse_keep_alive=0.05))
+    async with loaded_api(tmp_path, config) as api:
+        api.ring.script = idle
+        request = asyncio.create_task(api.http.post(api.url + COMPLETIONS, json={"prompt": "x" * 30, "stream": True}))
+        add = await api.ring.next_added()
+        response = await request
+        for accepted, words in (
+            (Accepted(add.request_id, 3), b": queued position=3 eta="),
+            (Accepted(add.request_id, 0, 16), b": prefill 16/30\n\n"),
+        ):
+            api.ring.send(accepted=[accepted])
+            while not (comment := await response.content.readuntil(b"\n\n")).startswith(words):
+                assert comment.startswith(b": ")
+        api.ring.token(add.request_id, "a")
+        api.ring.finish(add.request_id)
+        assert parse_events(await response.content.read())[0]["choices"][0]["text"] == "a"
