@@ -14,36 +14,37 @@ from pathlib import Path
 import msgspec
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-# An entry of /proc/self/pagemap is 8 bytes a page. Bit 63: the page is present. Bit 56: it is mapped here only, which is
-# not so for the kernel's one page of zeros: memory that was read but never written is present and yet not resident.
+# An entry of /proc/self/pagemap is 8 bytes a page. Bit 63: present. Bit 61: of a file. Bit 56: mapped here only, which
+# the kernel's one page of zeros is not: memory that was read but never written is present and yet not resident.
 _ENTRY_BYTES = 8
-_NOT_PRESENT = bytes(range(128))
-_NOT_OURS = bytes(top for top in range(256) if top & 0x81 != 0x81)
+_NOT_FILE = bytes(top for top in range(256) if top & 0xA0 != 0xA0)
+_NOT_ANONYMOUS = bytes(top for top in range(256) if top & 0xA1 != 0x81)
 _CHUNK_PAGES = 1 << 17
 
-_claims: dict[int, tuple[str, int, bool]] = {}  # address -> owner, bytes, mapped from a file
+_claims: dict[int, tuple[str, int]] = {}  # address -> owner, bytes
 
 
-def claim(owner: str, address: int, num_bytes: int, *, is_file: bool = False) -> None:
+def claim(owner: str, address: int, num_bytes: int) -> None:
     """Says that `num_bytes` from `address` on belong to `owner` ("weights", "kv cache") for life."""
     if num_bytes:
-        _claims[address] = (owner, num_bytes, is_file)
+        _claims[address] = (owner, num_bytes)
 
 
-def resident_bytes(address: int, num_bytes: int, *, is_file: bool = False) -> int:
-    """How much of a range is in memory; all of it where the kernel does not tell."""
+def resident_bytes(address: int, num_bytes: int) -> tuple[int, int]:
+    """How much of a range is in memory: anonymous bytes, bytes of a file. All of it where the kernel does not tell."""
     first, last = address // _PAGE, -(-(address + num_bytes) // _PAGE)
-    uncounted = _NOT_PRESENT if is_file else _NOT_OURS
-    present = 0
+    anonymous = files = 0
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as page_map:  # noqa: PTH123 - unbuffered
             page_map.seek(first * _ENTRY_BYTES)
             for start in range(first, last, _CHUNK_PAGES):
                 entries = page_map.read(min(_CHUNK_PAGES, last - start) * _ENTRY_BYTES)
-                present += len(entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES].translate(None, uncounted))
+                tops = entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES]
+                anonymous += len(tops.translate(None, _NOT_ANONYMOUS))
+                files += len(tops.translate(None, _NOT_FILE))
     except OSError:
-        return num_bytes
-    return min(present * _PAGE, num_bytes)
+        return num_bytes, 0
+    return min(anonymous * _PAGE, num_bytes), min(files * _PAGE, num_bytes)
 
 
 def ledger() -> dict[str, int]:
@@ -54,13 +55,11 @@ def ledger() -> dict[str, int]:
         for keys in (("RssAnon",), ("RssFile", "RssShmem"))
     )
     owners: dict[str, int] = {}
-    for address, (owner, num_bytes, is_file) in list(_claims.items()):
-        held = resident_bytes(address, num_bytes, is_file=is_file)
-        owners[owner] = owners.get(owner, 0) + held
-        if is_file:
-            files -= held
-        else:
-            anonymous -= held
+    for address, (owner, num_bytes) in list(_claims.items()):
+        held_anonymous, held_files = resident_bytes(address, num_bytes)
+        owners[owner] = owners.get(owner, 0) + held_anonymous + held_files
+        anonymous -= held_anonymous
+        files -= held_files
     return {"rss": anonymous + files + sum(owners.values()), **owners, "code and files": files, "heap": anonymous}
 
 

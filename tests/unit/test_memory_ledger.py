@@ -54,7 +54,7 @@ def test_a_mapped_file_is_taken_from_the_files(tmp_path: Path) -> None:
         assert mapped[:: memory._PAGE]
         before = memory.ledger()
         where = ctypes.c_char.from_buffer(mapped)
-        memory.claim("weights", ctypes.addressof(where), 16 * MIB, is_file=True)
+        memory.claim("weights", ctypes.addressof(where), 16 * MIB)
         after = memory.ledger()
         del where
     assert after["weights"] == 16 * MIB
