@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from nanoserve.api.access import Access
+from nanoserve.api.edge import tls_context
 from nanoserve.config import ApiConfig, ServerConfig
+from nanoserve.errors import StartupError
 from nanoserve.ipc.columns import pack_ids
 from tests.integration.api_ring import Api, loaded_api, running_api
 
@@ -141,10 +147,7 @@ async def test_keep_alive_connection_survives_a_stream(tmp_path: Path) -> None:
         assert len(api.http.connector._conns) == 1  # type: ignore[union-attr]
 
 
-async def test_no_plain_text_reaches_a_client_with_a_wrong_key_file(tmp_path: Path) -> None:
-    from nanoserve.api.access import Access
-    from nanoserve.errors import StartupError
-
+async def test_a_key_file_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartupError):
         Access(replace(ApiConfig(), api_key_file=str(tmp_path / "missing")))
 
@@ -214,3 +217,22 @@ async def test_a_request_that_no_engine_takes_is_refused_in_time(tmp_path: Path)
         assert not waiting.done()  # accepted: now it may wait as long as it takes
         api.ring.finish_at_once(api.ring.added[-1])
         assert (await waiting)[0] == 200
+
+
+async def test_https_with_a_certificate(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl to make a certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    arguments = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-days", "2"]
+    subprocess.run(["openssl", *arguments, "-subj", "/CN=localhost"], check=True, capture_output=True)
+    async with running_api(config(ssl_certfile=str(certificate), ssl_keyfile=str(key))) as api:
+        trust = ssl.create_default_context(cafile=str(certificate))
+        trust.check_hostname = False
+        async with api.http.get(api.url.replace("http:", "https:") + "/health", ssl=trust) as response:
+            assert response.status == 200
+
+
+def test_a_certificate_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="certificate"):
+        tls_context(ApiConfig(ssl_certfile=str(tmp_path / "none.pem")))
+    assert tls_context(ApiConfig()) is None
