@@ -28,7 +28,7 @@ from nanoserve.runner.models import read_model_spec
 from nanoserve.runner.native.backend import NativeBackend, NativeOptions
 from nanoserve.runner.native.memory import allocate
 from nanoserve.runner.native.open import open_native
-from nanoserve.runner.native.packing import fingerprint
+from nanoserve.runner.native.packed_file import fingerprint
 
 _PROBE_BYTES = 256 << 20
 _BLOCK = 16

@@ -156,7 +156,7 @@ def _native_backend(
     from nanoserve.runner import native
     from nanoserve.runner.native.backend import NativeOptions
     from nanoserve.runner.native.open import open_native
-    from nanoserve.runner.native.packing import fingerprint
+    from nanoserve.runner.native.packed_file import fingerprint
 
     reason = native.unsupported_reason(spec, dtype, config.cache.block_size)
     if reason is None:

@@ -12,7 +12,8 @@ import torch
 
 from nanoserve.runner.native import NativeBackend, NativeUnavailable, build
 from nanoserve.runner.native.backend import NativeOptions
-from nanoserve.runner.native.packing import Weights, fingerprint
+from nanoserve.runner.native.packed_file import fingerprint
+from nanoserve.runner.native.packing import Weights
 from tests.runner.native_models import make_native, make_spec, make_weights
 
 pytestmark = pytest.mark.slow
@@ -100,7 +101,10 @@ def test_second_start_reads_packed_weights_only(tmp_path: Path) -> None:
     cached = next(tmp_path.glob("packed-a-*"))
     cached.write_bytes(cached.read_bytes()[:-1])
     start("a")
-    assert len(loads) == 3 and cached.stat().st_size == first._packed.num_bytes
+    assert len(loads) == 3
+    cached.write_bytes(b"not packed weights")
+    start("a")
+    assert len(loads) == 4 and cached.stat().st_size > first._packed.num_bytes
 
 
 def test_fingerprint_follows_the_files(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from nanoserve.runner.models.spec import ModelSpec, RopeSpec
 from nanoserve.runner.native import build, packing
 from nanoserve.runner.native.library import Batch, Config, Layer, Linear, SourceType, load_library
 from nanoserve.runner.native.memory import allocate
+from nanoserve.runner.native.packed_file import load_packed, save_packed
 
 _PAGE_TOKENS = 16
 _MAX_HEAD_DIM = 1024  # rotate_head keeps one head on its stack
@@ -33,7 +34,7 @@ Progress = Callable[[str, float], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeOptions:
     """What an operator or the model directory decides. `fingerprint` names the model's files for the cache of
-    packed weights (`packing.fingerprint`); empty: no such cache."""
+    packed weights (`packed_file.fingerprint`); empty: no such cache."""
 
     block_size: int = 16
     threads: int = 0  # 0: one per core
@@ -67,8 +68,8 @@ def unsupported_reason(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> 
 class NativeBackend:
     """Owns packed weights, KV memory and the threads. Raises `NativeUnavailable` when the library cannot be had.
 
-    `load_weights` is called only where no packed weights are cached; `kinds` are the GGUF block types it will give.
-    `progress` gets a stage and the done part of it.
+    `load_weights`, and `read_kinds` for the GGUF block types it will give, are called only where no packed weights are
+    cached. `progress` gets a stage and the done part of it.
     """
 
     name = "native"
@@ -80,7 +81,7 @@ class NativeBackend:
         load_weights: Callable[[], packing.Weights],
         options: NativeOptions,
         progress: Progress = lambda stage, part: None,
-        kinds: Mapping[str, SourceType] | None = None,
+        read_kinds: Callable[[], Mapping[str, SourceType]] = dict,
     ) -> None:
         self._spec = spec
         self._options = options
@@ -88,10 +89,9 @@ class NativeBackend:
         self._library = load_library(path)
         self._max_positions = options.max_positions or spec.max_position
         threads = options.threads or len(os.sched_getaffinity(0))
-        formats = packing.choose_formats(spec, options.quantization, kinds or {})
-        self._packed = packing.lay_out(self._library, spec, formats)
-        self._fill(load_weights, path.stem, threads, progress)
-        self._ropes = {layer.rope: _rope_tables(layer.rope, spec, self._max_positions) for layer in spec.layers}
+        self._packed = self._cached_or_packed(load_weights, read_kinds, path.stem, threads, progress)
+        ropes = {layer.rope for layer in spec.layers}
+        self._ropes = {rope: _rope_tables(rope, spec, self._max_positions) for rope in ropes}
         self._kv: np.ndarray | None = None
         self._num_blocks = 0
         self._logits = torch.empty(0)
@@ -103,7 +103,7 @@ class NativeBackend:
 
     def allocate_kv(self, num_blocks: int) -> None:
         # Zeros matter: a masked token's weight is 0, and 0 times whatever memory held could be NaN.
-        self._kv = allocate(num_blocks * self.kv_bytes_per_block())
+        self._kv = allocate(num_blocks * self.kv_bytes_per_block(), "kv cache")
         self._num_blocks = num_blocks
         pages = num_blocks * self._options.block_size // _PAGE_TOKENS
         self._library.ns_model_set_kv(self._model, self._kv.ctypes.data, pages)
@@ -177,24 +177,32 @@ class NativeBackend:
         if used.max() > len(columns) or blocks.min() < 0 or blocks.max() >= self._num_blocks:
             raise ValueError("a block table does not cover its context or names a block that does not exist")
 
-    def _fill(
-        self, load_weights: Callable[[], packing.Weights], library_key: str, threads: int, progress: Progress
-    ) -> None:
+    def _cached_or_packed(
+        self,
+        load_weights: Callable[[], packing.Weights],
+        read_kinds: Callable[[], Mapping[str, SourceType]],
+        library_key: str,
+        threads: int,
+        progress: Progress,
+    ) -> packing.PackedWeights:
         """Packed weights from the cache, else from the checkpoint (and then into the cache)."""
         options = self._options
         prefix = f"packed-{options.fingerprint}-{options.quantization}-"
         cached = options.cache_dir / f"{prefix}{library_key}.bin"
-        if options.fingerprint and self._packed.load(cached):
-            return
-        weights = load_weights()
+        found = load_packed(cached, threads) if options.fingerprint else None
+        if found is not None:
+            return found
+        formats = packing.choose_formats(self._spec, options.quantization, read_kinds())
+        packed = packing.lay_out(self._library, self._spec, formats)
         packing.pack_weights(
-            self._library, self._spec, self._packed, weights, threads, lambda part: progress("packing weights", part)
+            self._library, self._spec, packed, load_weights(), threads, lambda part: progress("packing weights", part)
         )
         if options.fingerprint:
-            self._packed.save(cached)
+            save_packed(packed, cached)
             for old in options.cache_dir.glob(f"{prefix}*.bin"):  # made by another version of the engine
                 if old != cached:
                     old.unlink(missing_ok=True)
+        return packed
 
     def _make_model(self, threads: int) -> int:
         spec = self._spec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -10,7 +10,7 @@ from nanoserve.errors import ConfigError
 from nanoserve.hub.model_files import ModelFiles
 from nanoserve.runner.models.spec import ModelSpec
 from nanoserve.runner.native.backend import NativeBackend, NativeOptions, Progress
-from nanoserve.runner.native.gguf_blocks import read_kinds, read_rows, source_files
+from nanoserve.runner.native.library import SourceType
 from nanoserve.runner.native.packing import Weights
 
 ReadWeights = Callable[[torch.dtype], dict[str, torch.Tensor]]
@@ -24,14 +24,23 @@ def open_native(
     ConfigError when the GGUF blocks are asked for and the directory did not come from a GGUF file that is still there;
     `NativeUnavailable` as in `NativeBackend`.
     """
-    sources = source_files(files.path) if options.quantization in ("auto", "gguf") else []
-    if options.quantization == "gguf" and not sources:
-        raise ConfigError("--quantization gguf: the model was not converted from a GGUF file, or that file is gone")
+    wants_blocks = options.quantization in ("auto", "gguf")
+
+    def kinds() -> Mapping[str, SourceType]:
+        # Importing this takes 2 s (the gguf package imports tokenizers of all sorts): only where there is work to do.
+        from nanoserve.runner.native.gguf_blocks import read_kinds, source_files
+
+        sources = source_files(files.path) if wants_blocks else []
+        if options.quantization == "gguf" and not sources:
+            raise ConfigError("--quantization gguf: the model was not converted from a GGUF file, or that file is gone")
+        return read_kinds(sources, files.config) if sources else {}
 
     def load() -> Weights:
+        from nanoserve.runner.native.gguf_blocks import read_rows, source_files
+
+        sources = source_files(files.path) if wants_blocks else []
         # int8 starts from float32, so that a weight is rounded once and not twice.
         tensors = read(torch.float32 if options.quantization == "int8" else torch.bfloat16)
         return Weights(tensors, read_rows(sources, files.config) if sources else {})
 
-    kinds = read_kinds(sources, files.config) if sources else {}
     return NativeBackend(spec, load, options, progress, kinds)

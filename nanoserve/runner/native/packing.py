@@ -1,18 +1,14 @@
-"""All weights of a model in one block of memory, in the order and form the C++ engine reads; and that block on disk.
+"""All weights of a model in one block of memory, in the order and form the C++ engine reads.
 
-Used by `backend`. Matrices are cut into panels (csrc/gemm.h), small vectors are float32, the embedding stays row-major
-bf16. The block is written to the cache once, so that later starts only read it: no checkpoint parsing, no packing.
+Used by `backend`; `packed_file` keeps the block on disk. Matrices are cut into panels (csrc/gemm.h), small vectors are
+float32, the embedding stays row-major bf16.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import hashlib
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +29,7 @@ _GGUF_FORMATS: dict[SourceType | None, Format] = {
     SourceType.GGUF_Q4_1: Format.Q4,
     SourceType.GGUF_Q8_0: Format.Q8,
 }
-_ALIGNMENT = 4096
+ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +73,7 @@ class PackedWeights:
     def __init__(self, sections: Mapping[str, Section]) -> None:
         self.sections = sections
         self.num_bytes = max(section.offset + section.num_bytes for section in sections.values())
-        self.memory = allocate(-(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT)
+        self.memory = allocate(-(-self.num_bytes // ALIGNMENT) * ALIGNMENT, "weights")
 
     def address(self, name: str) -> int:
         """Address of a section; 0 (null) for one that the model does not have."""
@@ -91,34 +87,6 @@ class PackedWeights:
     def view(self, name: str) -> Bytes:
         section = self.sections[name]
         return self.memory[section.offset : section.offset + section.num_bytes]
-
-    def save(self, path: Path) -> None:
-        """Writes the block atomically. A cache that cannot be written is no fault: the next start packs again."""
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
-            try:
-                self.memory[: self.num_bytes].tofile(temporary)
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
-
-    def load(self, path: Path) -> bool:
-        """Reads the block; False when there is none or its size is wrong. Reading into huge pages was chosen over
-        mapping the file: as quick from the page cache, and a truncated file cannot end the process by SIGBUS."""
-        try:
-            with path.open("rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size != self.num_bytes:
-                    return False
-                view, done = self.memory.data, 0
-                while done < self.num_bytes:
-                    count = file.readinto(view[done : min(done + (64 << 20), self.num_bytes)])
-                    if not count:
-                        return False
-                    done += count
-            return True
-        except OSError:
-            return False
 
 
 def matrices(spec: ModelSpec) -> dict[str, Matrix]:
@@ -177,7 +145,7 @@ def choose_formats(spec: ModelSpec, quantization: str, kinds: Mapping[str, Sourc
 
 
 def lay_out(library: ctypes.CDLL, spec: ModelSpec, formats: Mapping[str, Format]) -> PackedWeights:
-    """Reserves the memory; contents come from `pack_weights` or `PackedWeights.load`."""
+    """The block with its memory reserved; contents come from `pack_weights`."""
     sizes: dict[str, tuple[int, Format | None]] = {"embedding": (2 * spec.vocab_size * spec.hidden_size, None)}
     shapes = spec.tensor_shapes()
     for section, names in vectors(spec).items():
@@ -187,9 +155,9 @@ def lay_out(library: ctypes.CDLL, spec: ModelSpec, formats: Mapping[str, Format]
         matrix = shaped[section.removesuffix(_FEW)]
         sizes[section] = (int(library.ns_packed_bytes(form, matrix.n, matrix.k)), form)
     sections, offset = {}, 0
-    for section, (size, form) in sizes.items():
-        sections[section] = Section(offset, size, form)
-        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+    for section, (size, kept) in sizes.items():
+        sections[section] = Section(offset, size, kept)
+        offset += -(-size // ALIGNMENT) * ALIGNMENT
     return PackedWeights(sections)
 
 
@@ -230,12 +198,3 @@ def _source(
         return torch.cat([tensor.float() for tensor in tensors]).contiguous().numpy(), SourceType.FP32
     joined = torch.cat([tensor.to(torch.bfloat16) for tensor in tensors]).contiguous()
     return joined.view(torch.int16).numpy(), SourceType.BF16
-
-
-def fingerprint(files: Sequence[Path]) -> str:
-    """Stands for the content of model files: a changed size or time of change means other weights."""
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        stat = file.stat()
-        digest.update(f"{file.absolute()}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
-    return digest.hexdigest()[:20]
