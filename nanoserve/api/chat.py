@@ -23,11 +23,12 @@ from nanoserve.api.jobs import build_requests, encode_bad_words
 from nanoserve.api.model import ServedModel
 from nanoserve.api.prompt import EncodedPrompt, Prompt, encode_prompts, normal_messages
 from nanoserve.api.respond import Job, respond
-from nanoserve.api.results import Choice, UsageCounter, failed_events, finish_reason, stop_reason
+from nanoserve.api.results import Choice, UsageCounter, failed_events, finish_reason, request_metrics, stop_reason
 from nanoserve.api.schemas import BodyDecoder, ChatBody
 from nanoserve.api.stream import Piece, RequestStream
 from nanoserve.api.validation import Checker, ValidRequest
 from nanoserve.errors import RequestError
+from nanoserve.ipc.messages import TextFinished
 
 _DECODER = BodyDecoder(ChatBody)
 _MAX_KWARGS = 64
@@ -179,9 +180,12 @@ class ChatFormat:
         if piece.text or shown or extras:
             frame += self._frames.content(index, piece.text, logprobs=shown, extras=extras, usage=usage)
         if piece.finished is not None:
-            reason, stop = finish_reason(piece.finished), stop_reason(piece.finished)
-            frame += self._frames.finish(index, reason, stop, usage=usage)
+            frame += self._frames.finish(index, self._ending(stream, piece.finished), usage=usage)
         return frame
+
+    def _ending(self, stream: RequestStream, record: TextFinished) -> sse.Ending:
+        ending: sse.Ending = {"finish_reason": finish_reason(record), "stop_reason": stop_reason(record)}
+        return {**ending, "metrics": request_metrics(stream)} if self._valid.return_metrics else ending
 
     def closing(self) -> bytes:
         return (self._frames.usage(self._usage.totals()) if self._valid.include_usage else b"") + sse.DONE
@@ -206,8 +210,7 @@ class ChatFormat:
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
             "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": finish_reason(choice.record),
-            "stop_reason": stop_reason(choice.record),
+            **self._ending(choice.stream, choice.record),
         }
         if self._valid.return_token_ids:
             shown["token_ids"] = choice.token_ids

@@ -21,11 +21,12 @@ from nanoserve.api.jobs import build_requests, check_num_sequences, encode_bad_w
 from nanoserve.api.model import ServedModel
 from nanoserve.api.prompt import EncodedPrompt, encode_prompts, parse_prompt
 from nanoserve.api.respond import Job, respond
-from nanoserve.api.results import Choice, UsageCounter, failed_events, finish_reason, stop_reason
+from nanoserve.api.results import Choice, UsageCounter, failed_events, finish_reason, request_metrics, stop_reason
 from nanoserve.api.schemas import BodyDecoder, CompletionBody
 from nanoserve.api.stream import Piece, RequestStream
 from nanoserve.api.validation import Checker, ValidRequest
 from nanoserve.errors import RequestError
+from nanoserve.ipc.messages import TextFinished
 
 _DEFAULT_MAX_TOKENS = 16
 _DECODER = BodyDecoder(CompletionBody)
@@ -151,9 +152,12 @@ class CompletionFormat:
         if text or shown or extras:
             frame = self._frames.content(index, text, logprobs=shown, extras=extras, usage=usage)
         if piece.finished is not None:
-            reason, stop = finish_reason(piece.finished), stop_reason(piece.finished)
-            frame += self._frames.finish(index, reason, stop, usage=usage)
+            frame += self._frames.finish(index, self._ending(stream, piece.finished), usage=usage)
         return frame
+
+    def _ending(self, stream: RequestStream, record: TextFinished) -> sse.Ending:
+        ending: sse.Ending = {"finish_reason": finish_reason(record), "stop_reason": stop_reason(record)}
+        return {**ending, "metrics": request_metrics(stream)} if self._valid.return_metrics else ending
 
     def closing(self) -> bytes:
         return (self._frames.usage(self._usage.totals()) if self._valid.include_usage else b"") + sse.DONE
@@ -173,8 +177,7 @@ class CompletionFormat:
             "index": choice.index,
             "text": self._echo_of(choice.index) + choice.text,
             "logprobs": self._logprobs(choice.index, choice.logprobs, choice.prompt_logprobs),
-            "finish_reason": finish_reason(choice.record),
-            "stop_reason": stop_reason(choice.record),
+            **self._ending(choice.stream, choice.record),
         }
         if choice.prompt_logprobs is not None and self._echo is None:
             shown["prompt_logprobs"] = shapes.prompt_logprobs(choice.prompt_logprobs)

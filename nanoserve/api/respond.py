@@ -149,7 +149,7 @@ class Exchange:
         self._is_over = False
 
     async def unary(self) -> web.Response:
-        choices = {stream.request_id: Choice(stream.index) for stream in self._streams}
+        choices = {stream.request_id: Choice(stream) for stream in self._streams}
         while self._num_ended < len(self._streams):
             for stream in await self._outlet.wait():
                 piece = self._take(stream)

@@ -27,16 +27,36 @@ def stop_reason(record: TextFinished) -> str | int | None:
     return None if record.finished.is_eos else record.finished.stop_token_id
 
 
+def request_metrics(stream: RequestStream) -> dict[str, float | None]:
+    """Times of one ended request, in milliseconds; names as vLLM's. None where there is nothing to measure."""
+    num_tokens = len(stream.output_ids)
+    record = stream.finished.finished if stream.finished is not None else None
+    has_queue_time = record is not None and record.scheduled_ns and record.arrival_ns
+    generation_ms = (stream.last_ns - stream.first_ns) / 1e6
+    total_s = (stream.last_ns - stream.submitted_ns) / 1e9
+    return {
+        "time_to_first_token_ms": (stream.first_ns - stream.submitted_ns) / 1e6 if stream.first_ns else None,
+        "generation_time_ms": generation_ms if stream.first_ns else None,
+        "queue_time_ms": (record.scheduled_ns - record.arrival_ns) / 1e6 if record and has_queue_time else None,
+        "mean_itl_ms": generation_ms / (num_tokens - 1) if num_tokens > 1 else None,
+        "tokens_per_second": num_tokens / total_s if total_s > 0 else None,
+    }
+
+
 @dataclass(slots=True)
 class Choice:
     """One choice of a unary answer, put together piece by piece."""
 
-    index: int
+    stream: RequestStream
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenText] = field(default_factory=list)
     prompt_logprobs: list[TokenText] | None = None
     finished: TextFinished | None = None
+
+    @property
+    def index(self) -> int:
+        return self.stream.index
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text

@@ -60,6 +60,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stream_interval: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_metrics: bool | None = None  # times of this request in the answer
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None

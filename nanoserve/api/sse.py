@@ -13,6 +13,7 @@ import msgspec
 from nanoserve.api.errors import envelope_bytes
 from nanoserve.errors import RequestError
 
+Ending = dict[str, Any]  # finish_reason, stop_reason and what else a choice's last chunk has
 DONE = b"data: [DONE]\n\n"
 _END = b"}\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -109,9 +110,8 @@ class CompletionFrames(ChunkFrames):
             tail=b"",
         )
 
-    def finish(self, index: int, reason: str, stop_reason: str | int | None, *, usage: Any = None) -> bytes:
-        choice = {"index": index, "text": "", "logprobs": None, "finish_reason": reason, "stop_reason": stop_reason}
-        return self.choice(choice, usage=usage)
+    def finish(self, index: int, ending: Ending, *, usage: Any = None) -> bytes:
+        return self.choice({"index": index, "text": "", "logprobs": None, **ending}, usage=usage)
 
 
 class ChatFrames(ChunkFrames):
@@ -139,6 +139,5 @@ class ChatFrames(ChunkFrames):
         }
         return self.choice(choice, usage=usage)
 
-    def finish(self, index: int, reason: str, stop_reason: str | int | None, *, usage: Any = None) -> bytes:
-        choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason, "stop_reason": stop_reason}
-        return self.choice(choice, usage=usage)
+    def finish(self, index: int, ending: Ending, *, usage: Any = None) -> bytes:
+        return self.choice({"index": index, "delta": {}, "logprobs": None, **ending}, usage=usage)

@@ -54,6 +54,7 @@ class ValidRequest:
     interval: int = 1
     return_token_ids: bool = False
     tokens_as_ids: bool = False
+    return_metrics: bool = False
     truncate: int | None = None
     priority: int = 0
     cache_salt: str = ""
@@ -136,6 +137,7 @@ class Checker:
             interval=whole("stream_interval", body.stream_interval, 1, 1, _INT32),
             return_token_ids=bool(body.return_token_ids) or self._ids_only,
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            return_metrics=bool(body.return_metrics),
             truncate=self._truncation(truncate, max_tokens) if body.truncate_prompt_tokens is not None else None,
             priority=self._priority(body.priority),
             cache_salt=_bounded_text("cache_salt", body.cache_salt, _MAX_SALT),

@@ -288,3 +288,15 @@ async def test_admission_limit_is_a_503_with_retry_after(tmp_path: Path) -> None
 async def test_strict_params(tmp_path: Path) -> None:
     async with loaded_api(tmp_path, ServerConfig(api=ApiConfig(strict_params=True))) as api:
         assert (await api.post(COMPLETIONS, {"prompt": "x", "frobnicate": 1}))[0] == 400
+
+
+async def test_metrics_of_a_request_ride_on_its_answer_when_asked_for(api: Api) -> None:
+    body = {"prompt": "x", "max_tokens": 3, "return_metrics": True}
+    choice = (await api.post(COMPLETIONS, body))[1]["choices"][0]
+    assert choice["metrics"]["time_to_first_token_ms"] >= 0 and choice["metrics"]["mean_itl_ms"] is not None
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "return_metrics": True}
+    for path, request in ((COMPLETIONS, body), (CHAT, chat)):
+        events = await api.events(path, request)
+        assert events[-1]["choices"][0]["metrics"]["tokens_per_second"] > 0
+        assert all("metrics" not in event["choices"][0] for event in events[:-1])
+    assert "metrics" not in (await api.post(COMPLETIONS, {"prompt": "x"}))[1]["choices"][0]

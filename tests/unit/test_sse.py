@@ -48,7 +48,7 @@ def test_role_finish_and_usage_chunks() -> None:
     assert decode(chat.role(0))["choices"] == [
         {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     ]
-    assert decode(chat.finish(0, "stop", "END"))["choices"] == [
+    assert decode(chat.finish(0, {"finish_reason": "stop", "stop_reason": "END"}))["choices"] == [
         {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": "END"}
     ]
     usage = decode(chat.usage({"total_tokens": 1}))
