@@ -160,7 +160,9 @@ def build_parser(prog: str = "nanoserve serve") -> argparse.ArgumentParser:
         prog=prog, allow_abbrev=False, formatter_class=_Help, epilog=_EPILOG, usage="%(prog)s [MODEL] [options]"
     )
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
-    parser.add_argument("--config", metavar="FILE", help="YAML file with the same names as the flags")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with the same names as the flags (or NANOSERVE_CONFIG)"
+    )
     parser.add_argument("--print-config", action="store_true", help="show the resulting configuration and end")
     groups = {
         section.name: parser.add_argument_group(section.name, _summary(section.name))
