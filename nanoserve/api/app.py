@@ -67,6 +67,7 @@ async def outcome_middleware(request: web.Request, handler: Handler) -> web.Stre
         else:
             response = await handler(request)
     except RequestError as error:
+        context.failures.note(label, error, context.clock_s())
         response = error_response(error, request.path)
     except web.HTTPException as error:
         words = _HTTP_WORDS.get(error.status, error.reason)

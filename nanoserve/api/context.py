@@ -15,6 +15,7 @@ from aiohttp import web
 from nanoserve.api.access import Access
 from nanoserve.api.admission import Admission
 from nanoserve.api.engine_client import EngineClient
+from nanoserve.api.failure_log import FailureLog
 from nanoserve.api.fairness import FairClock
 from nanoserve.api.lifecycle import Lifecycle
 from nanoserve.api.metrics import Metrics
@@ -36,6 +37,7 @@ class ApiContext:
     seeds: random.Random
     clock_s: Callable[[], float] = field(default=time.monotonic)
     fair: FairClock | None = None  # with --scheduling-policy fair
+    failures: FailureLog = field(default_factory=FailureLog)
     resumes: Resumes | None = None  # with --resume-grace
     checker: Checker | None = None  # set when the model is loaded
     memory: Callable[[str], dict[str, int]] = field(default=lambda name: {})  # ledger of a process, by its name

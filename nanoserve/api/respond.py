@@ -139,6 +139,7 @@ class Exchange:
         self._outlet = outlet
         self._streams = streams
         self._num_ended = 0
+        self._label = label
         self.labels = {job.label, label} - {""}
         self._began_s = context.clock_s()
         self._comment_due = False
@@ -217,6 +218,7 @@ class Exchange:
         for stream, piece in pieces:
             if (error := _failure_of(piece)) is not None:
                 self._is_over = True
+                self._context.failures.note(self._label, error, self._context.clock_s())
                 return b"".join(parts) + form.failed(error)
             parts.append(form.frames(stream, piece))
         if self._num_ended == len(self._streams):
