@@ -37,10 +37,11 @@ _HTTP_WORDS = {
 }
 
 
-def error_response(error: RequestError, path: str = "") -> web.Response:
+def error_response(error: RequestError, context: ApiContext, path: str = "") -> web.Response:
     headers = {}
     if isinstance(error, Unavailable):
-        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+        seconds = context.retry_after_s() if error.retry_after_s is None else error.retry_after_s
+        headers["Retry-After"] = str(math.ceil(seconds))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return web.Response(
@@ -68,17 +69,17 @@ async def outcome_middleware(request: web.Request, handler: Handler) -> web.Stre
             response = await handler(request)
     except RequestError as error:
         context.failures.note(label, error, context.clock_s())
-        response = error_response(error, request.path)
+        response = error_response(error, context, request.path)
     except web.HTTPException as error:
         words = _HTTP_WORDS.get(error.status, error.reason)
-        response = error_response(http_error(error.status, words))
+        response = error_response(http_error(error.status, words), context, request.path)
         for name in ("Allow", "Location"):
             if name in error.headers:
                 response.headers[name] = error.headers[name]
     except Exception:
         # this request alone is at fault or unlucky; the loop and its neighbours go on
         log.exception("request %s failed inside the server", label)
-        response = error_response(http_error(500, "Internal server error."))
+        response = error_response(http_error(500, "Internal server error."), context, request.path)
     resource = request.match_info.route.resource
     route = "other" if resource is None else resource.canonical
     context.metrics.responses[route, f"{response.status // 100}xx"] += 1

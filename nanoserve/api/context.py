@@ -54,6 +54,12 @@ class ApiContext:
             self.resumes.close()
         self.lifecycle.close()
 
+    def retry_after_s(self) -> float:
+        """When a refused client should come back: half of the queue, here or in the engine, at the measured rate."""
+        now_s = self.clock_s()
+        waiting = self.metrics.engine_stats.num_waiting // 2
+        return max(self.admission.retry_after_s(now_s), self.admission.seconds_for(waiting, now_s))
+
     def require_checker(self) -> Checker:
         """Unavailable while the model loads, drains or has failed."""
         self.lifecycle.require_ready()

@@ -27,12 +27,25 @@ _TYPES = {
     500: "server_error",
     503: "unavailable_error",
 }
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class Unavailable(RequestError):
-    """The server cannot take this request now; `retry_after_s` goes into the Retry-After header."""
+    """The server cannot take this request now; `retry_after_s` goes into the Retry-After header.
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0, status: int = 503, code: str = _OVERLOAD) -> None:
+    None: whoever answers computes it from the measured rate.
+    """
+
+    def __init__(
+        self, message: str, *, retry_after_s: float | None = None, status: int = 503, code: str = _OVERLOAD
+    ) -> None:
         super().__init__(message, status=status, error_type=_TYPES[status], code=code)
         self.retry_after_s = retry_after_s
 
@@ -72,8 +85,11 @@ def envelope(error: RequestError) -> dict[str, Any]:
 
 
 def messages_envelope(error: RequestError) -> dict[str, Any]:
-    """The same words as the Messages protocol frames them."""
-    return {"type": "error", **envelope(error)}
+    """The same words as the Messages protocol frames them, with its own names of what went wrong."""
+    body = envelope(error)
+    status = error.status
+    body["error"]["type"] = _MESSAGES_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", **body}
 
 
 def envelope_bytes(error: RequestError) -> bytes:

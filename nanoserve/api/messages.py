@@ -147,8 +147,9 @@ class MessagesFormat:
         return _event({"type": "message_start", "message": message}) + _event(block)
 
     def _usage(self, record: TextFinished) -> dict[str, Any]:
+        """What the prefix cache had is not in `input_tokens`: clients of this protocol add the three up."""
         return {
-            "input_tokens": self._num_input,
+            "input_tokens": self._num_input - record.finished.num_cached_tokens,
             "output_tokens": record.finished.num_output_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": record.finished.num_cached_tokens,

@@ -127,9 +127,23 @@ async def test_refusal_by_the_engine_is_a_status_even_when_streaming(api: Api) -
         "param": None,
         "code": 400,
     }
+
+
+async def test_retry_after_of_a_full_engine_follows_the_measured_rate(api: Api) -> None:
+    for _ in range(4):
+        await api.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1})
+        await asyncio.sleep(0.05)
+    api.ring.stats(num_waiting=10_000)
+    while api.process.context.metrics.engine_stats.num_waiting != 10_000:
+        await asyncio.sleep(0.01)
     api.ring.script = lambda add: api.ring.refuse(add.request_id, 503, "The queue is full.")
     async with api.http.post(api.url + COMPLETIONS, json={"prompt": "x"}) as response:
-        assert response.status == 503 and "Retry-After" in response.headers
+        assert response.status == 503 and int(response.headers["Retry-After"]) == 60
+    api.ring.stats(num_waiting=2)
+    while api.process.context.metrics.engine_stats.num_waiting != 2:
+        await asyncio.sleep(0.01)
+    async with api.http.post(api.url + COMPLETIONS, json={"prompt": "x"}) as response:
+        assert int(response.headers["Retry-After"]) <= 2
 
 
 async def test_failure_after_the_first_byte_is_an_event_then_done(api: Api) -> None:
