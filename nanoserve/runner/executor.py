@@ -153,12 +153,12 @@ def _native_backend(
     progress: Progress,
 ) -> ForwardBackend | None:
     """The C++ engine, or None, with one line in the log, where it cannot serve this model on this machine."""
-    from nanoserve.runner import native
-    from nanoserve.runner.native.backend import NativeOptions
+    from nanoserve.runner.native.backend import NativeOptions, unsupported_reason
+    from nanoserve.runner.native.build import NativeUnavailable
     from nanoserve.runner.native.open import open_native
     from nanoserve.runner.native.packed_file import fingerprint
 
-    reason = native.unsupported_reason(spec, dtype, config.cache.block_size)
+    reason = unsupported_reason(spec, dtype, config.cache.block_size)
     if reason is None:
         options = NativeOptions(
             block_size=config.cache.block_size,
@@ -170,7 +170,7 @@ def _native_backend(
         )
         try:
             return open_native(files, spec, options, read, progress)
-        except native.NativeUnavailable as error:
+        except NativeUnavailable as error:
             reason = str(error)
     log.warning("the C++ engine is not used (%s); plain torch serves instead, slower", reason)
     return None

@@ -8,8 +8,7 @@ import torch
 
 from nanoserve.runner.models import read_model_spec
 from nanoserve.runner.models.spec import ModelSpec
-from nanoserve.runner.native import NativeBackend
-from nanoserve.runner.native.backend import NativeOptions
+from nanoserve.runner.native.backend import NativeBackend, NativeOptions
 from nanoserve.runner.native.packing import Weights
 from nanoserve.runner.torch_backend import TorchBackend
 

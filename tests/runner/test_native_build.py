@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoserve.runner.native import NativeBackend, NativeUnavailable, build
-from nanoserve.runner.native.backend import NativeOptions
+from nanoserve.runner.native import build
+from nanoserve.runner.native.backend import NativeBackend, NativeOptions
+from nanoserve.runner.native.build import NativeUnavailable
 from nanoserve.runner.native.packed_file import fingerprint
 from nanoserve.runner.native.packing import Weights
 from tests.runner.native_models import make_native, make_spec, make_weights

@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from nanoserve.runner.native import build
+from nanoserve.runner.native.gguf_blocks import _widen_q5
 from nanoserve.runner.native.library import Format, Linear, SourceType, load_library
 from nanoserve.runner.native.memory import allocate
 
@@ -82,6 +83,12 @@ def test_gguf_blocks_multiply_like_their_bf16_values(library: ctypes.CDLL, kind:
     packed = Packed(library, np.ascontiguousarray(rows), kind, form, n, k)
     for count in (1, 3, 37):
         assert torch.equal(packed.times(x[:count]), expected[:count])
+
+
+def test_q5_blocks_widened_to_bytes_are_the_same_weights() -> None:
+    rows = quantize((_random(7, 96) * 0.1).numpy(), GGMLQuantizationType.Q5_0)
+    widened = _widen_q5(rows)
+    assert np.array_equal(dequantize(widened, GGMLQuantizationType.Q8_0), dequantize(rows, GGMLQuantizationType.Q5_0))
 
 
 def test_int8_error_is_that_of_127_steps(library: ctypes.CDLL) -> None:

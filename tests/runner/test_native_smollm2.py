@@ -18,8 +18,7 @@ from nanoserve.runner.backend import ForwardBackend, ForwardBatch
 from nanoserve.runner.loader import load_weights
 from nanoserve.runner.models import read_model_spec
 from nanoserve.runner.models.spec import ModelSpec
-from nanoserve.runner.native import NativeBackend
-from nanoserve.runner.native.backend import NativeOptions
+from nanoserve.runner.native.backend import NativeBackend, NativeOptions
 from nanoserve.runner.native.build import missing_cpu_features
 from nanoserve.runner.native.open import open_native
 from nanoserve.runner.torch_backend import TorchBackend

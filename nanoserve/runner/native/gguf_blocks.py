@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nanoserve.hub.gguf_file import open_gguf
 from nanoserve.hub.gguf_weights import block_types, read_blocks
 from nanoserve.runner.native.library import SourceType
-from nanoserve.runner.native.packing import GgufRows
+from nanoserve.runner.native.packing import Bytes, GgufRows
 
-_KINDS = {int(kind): kind for kind in SourceType if kind.name.startswith("GGUF")}
+_Q5_0 = 6
+_KINDS = {int(kind): kind for kind in SourceType if kind.name.startswith("GGUF")} | {_Q5_0: SourceType.GGUF_Q8_0}
 
 
 def source_files(model_dir: Path) -> list[Path]:
@@ -39,5 +42,20 @@ def read_rows(files: list[Path], config: Mapping[str, Any]) -> dict[str, GgufRow
     """The blocks of those tensors."""
     with open_gguf(files) as file:
         return {
-            name: GgufRows(_KINDS[kind], rows) for name, kind, rows in read_blocks(file, dict(config)) if kind in _KINDS
+            name: GgufRows(_KINDS[kind], _widen_q5(rows) if kind == _Q5_0 else rows)
+            for name, kind, rows in read_blocks(file, dict(config))
+            if kind in _KINDS
         }
+
+
+def _widen_q5(rows: Bytes) -> Bytes:
+    """Q5_0 as Q8_0: the same fp16 scale and q - 16 as a whole byte, so exactly the same weights.
+
+    A Q5_0 block is the scale, 4 bytes with the fifth bits of 32 weights, and 16 bytes with the low 4 bits of weights i
+    and i + 16.
+    """
+    blocks = rows.reshape(rows.shape[0], -1, 22)
+    low = np.concatenate([blocks[..., 6:] & 15, blocks[..., 6:] >> 4], axis=-1)
+    fifth = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")
+    values = ((low | fifth << 4).astype(np.int8) - 16).view(np.uint8)
+    return np.concatenate([blocks[..., :2], values], axis=-1).reshape(rows.shape[0], -1)

@@ -1,8 +1,8 @@
 """Packed weights in the cache, so that later starts only read them: no checkpoint parsing, no packing, no GGUF.
 
-Used by `backend`. A file is a magic word, 8 bytes of header length, a JSON header with every section's place, then the block at the
-next multiple of 4 KiB. Reading into huge pages was chosen over mapping the file: as quick from the page cache, quicker
-to compute from, and a file cut short under a running server cannot end it by SIGBUS.
+Used by `backend`. A file is a magic word, 8 bytes of header length, a JSON header with every section's place, then the
+block at the next multiple of 4 KiB. Reading into huge pages was chosen over mapping the file: as quick from the page
+cache, quicker to compute from, and a file cut short under a running server cannot end it by SIGBUS.
 """
 
 from __future__ import annotations
