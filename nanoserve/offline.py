@@ -202,6 +202,10 @@ class LLM:
         ids = self.model.tokenizer.encode_batch(texts, add_special_tokens=False)
         return self._run(list(texts), ids, sampling_params)
 
+    def stats(self) -> wire.EngineStats:
+        """Gauges now, and totals since the model was loaded."""
+        return self._core.stats()
+
     def close(self) -> None:
         """Gives the executor's memory back."""
         self._core.shut_down()

@@ -40,10 +40,21 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=BACKENDS)
-def runner(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[ModelRunner, EngineFacts]:
-    made, facts = make_runner(tmp_path, request.param, 64)
-    if request.param == "native" and facts.attention_backend != "native":
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Also holds the compiled engine: made once."""
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def runner(backend: str, model_dir: Path) -> tuple[ModelRunner, EngineFacts]:
+    made, facts = make_runner(model_dir, backend, 64)
+    if backend == "native" and facts.attention_backend != "native":
         pytest.skip("the C++ engine cannot run on this machine")
     assert facts.batch_invariant
     return made, facts
@@ -125,23 +136,20 @@ def test_company_with_and_without_drafts(is_known: bool, runner: tuple[ModelRunn
     assert scheduler.num_steps <= alone.num_steps
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_storms_with_drafts(backend: str, tmp_path: Path) -> None:
+def test_storms_with_drafts(runner: tuple[ModelRunner, EngineFacts], backend: str, model_dir: Path) -> None:
     """Preemptions, prefix hits, aborts and stops while drafts are right and wrong."""
     block_size = BACKENDS[backend][1]
-    solo_runner, facts = make_runner(tmp_path, backend, 64)
-    if backend == "native" and facts.attention_backend != "native":
-        pytest.skip("the C++ engine cannot run on this machine")
+    solo_runner, facts = runner
     preemptions = hits = right = wrong = 0
     for seed in range(NUM_STORMS):
         random = Random(seed)
         asked, limits = storm(random, vocab_size=facts.vocab_size, block_size=block_size, scale=max(1, block_size // 4))
         limits |= {"num_draft_tokens": random.randint(1, 6), "shortest_match": 1}
-        runner, _ = make_runner(tmp_path, backend, limits["num_blocks"])
-        scenario = Scenario(asked, limits, runner, solo_runner)
+        small, _ = make_runner(model_dir, backend, limits["num_blocks"])
+        scenario = Scenario(asked, limits, small, solo_runner)
         scenario.play()
         scenario.check()
-        assert len(runner._table) == 0
+        assert len(small._table) == 0
         preemptions += scenario.scheduler.counters.preemptions > 0
         hits += scenario.scheduler.counters.prefix_hit_tokens > 0
         right += scenario.scheduler.drafter.num_right

@@ -1,0 +1,158 @@
+"""Which rows get drafts, what they may cost others, and what the scheduler makes of right and wrong ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanoserve.sched.drafts import Drafting
+from nanoserve.sched.ngram import NgramIndex
+from nanoserve.sched.plan import StepPlan
+from nanoserve.sched.scheduler import Scheduler
+from tests.factories import make_request, make_scheduler, run_step, run_to_end
+from tests.fakes import FakeExecutor
+
+SURE = 1e9
+
+
+class FixedIndex(NgramIndex):
+    """Drafts a given text, whatever stood before."""
+
+    def __init__(self, drafts: Sequence[int]) -> None:
+        super().__init__(1)
+        self._drafts = list(drafts)
+
+    def propose(self, token_ids: Sequence[int], count: int) -> list[int]:
+        return self._drafts[: max(0, count)]
+
+
+class KnownIndex(NgramIndex):
+    """Drafts the rest of a text that is known whole."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        super().__init__(1)
+        self._text = list(text)
+
+    def propose(self, token_ids: Sequence[int], count: int) -> list[int]:
+        return self._text[len(token_ids) : len(token_ids) + max(0, count)]
+
+
+def answer(**fields) -> list[int]:
+    """What the fake says without drafts."""
+    scheduler = make_scheduler()
+    scheduler.add(make_request(1, **fields), 0)
+    return [token for row in run_to_end(scheduler, FakeExecutor(4)).rows for token in row.token_ids]
+
+
+def add(scheduler: Scheduler, request_id: int, index: NgramIndex, **fields) -> None:
+    request = make_request(request_id, **fields)
+    request.drafting = Drafting(index, num_right=SURE, num_tried=SURE)
+    assert scheduler.add(request, 0) is None
+
+
+def shape(plan: StepPlan) -> list[tuple[int, int, int, int]]:
+    return [(row.request_id, row.start, row.num_tokens, len(row.draft_token_ids)) for row in plan.rows]
+
+
+def test_right_drafts_save_steps_and_none_goes_past_the_last_token() -> None:
+    known = [5, 6, 7, *answer(max_tokens=12)]
+    scheduler, executor = make_scheduler(num_draft_tokens=4), FakeExecutor(4)
+    add(scheduler, 1, KnownIndex(known), max_tokens=12)
+    output = run_to_end(scheduler, executor)
+    assert [token for row in output.rows for token in row.token_ids] == known[3:]
+    assert [shape(plan) for plan in executor.plans if plan.rows] == [
+        [(1, 0, 3, 0)],
+        [(1, 3, 5, 4)],
+        [(1, 8, 5, 4)],
+        [(1, 13, 1, 0)],  # one token is left: nothing to draft
+    ]
+    assert (scheduler.drafter.num_drafts, scheduler.drafter.num_right) == (8, 8)
+
+
+def test_positions_of_wrong_drafts_are_computed_again_in_the_same_blocks() -> None:
+    known = answer(max_tokens=6)
+    scheduler, executor = make_scheduler(num_draft_tokens=4), FakeExecutor(4)
+    wrong = (known[2] + 1) % 100
+    add(scheduler, 1, FixedIndex([known[1], wrong, 1, 1]), max_tokens=6)
+    run_step(scheduler, executor)
+    output = run_step(scheduler, executor)
+    assert output.rows[0].token_ids == known[1:3], "the right draft, and what was drawn in the wrong one's place"
+    assert len(executor.plans[-1].rows[0].new_block_ids) == 1
+    run_step(scheduler, executor)
+    row = executor.plans[-1].rows[0]
+    assert (row.start, row.new_block_ids) == (5, [])
+
+
+def test_a_row_that_breaks_after_a_right_draft_tells_what_came_before() -> None:
+    known = answer(max_tokens=8)
+    scheduler = make_scheduler(num_draft_tokens=4)
+    executor = FakeExecutor(4, broken_rows={1: 3})
+    add(scheduler, 1, KnownIndex([5, 6, 7, *known]), max_tokens=8)
+    output = run_to_end(scheduler, executor)
+    assert [token for row in output.rows for token in row.token_ids] == known[:3]
+    assert output.finished[0].failure is not None
+
+
+def test_a_stop_inside_the_drafts_ends_the_answer_there() -> None:
+    known = answer(max_tokens=8)
+    scheduler, executor = make_scheduler(num_draft_tokens=6), FakeExecutor(4)
+    add(scheduler, 1, KnownIndex([5, 6, 7, *known]), max_tokens=8, stop_token_ids=(known[3],), logprobs=0)
+    output = run_to_end(scheduler, executor)
+    assert [token for row in output.rows for token in row.token_ids] == known[:4]
+    assert [len(row.scores or []) for row in output.rows] == [1, 3]
+    assert output.finished[0].stop_token_id == known[3]
+
+
+def test_drafts_take_no_token_from_prompts_or_streams() -> None:
+    scheduler, executor = make_scheduler(num_draft_tokens=4, max_num_batched_tokens=8), FakeExecutor(4)
+    add(scheduler, 1, FixedIndex([1] * 9), max_tokens=40)
+    run_step(scheduler, executor)
+    add(scheduler, 2, FixedIndex([1] * 9), prompt=range(2, 18), max_tokens=40)
+    shapes = []
+    for _ in range(4):
+        run_step(scheduler, executor)
+        shapes.append(shape(executor.plans[-1]))
+    assert [[(row[0], row[2]) for row in rows] for rows in shapes] == [
+        [(1, 1), (2, 7)],
+        [(1, 1), (2, 7)],
+        [(1, 5), (2, 2)],
+        [(1, 5), (2, 3)],
+    ]
+
+
+def test_drafts_take_no_block_that_a_stream_may_need_and_preempt_nobody() -> None:
+    scheduler, executor = make_scheduler(num_draft_tokens=8, num_blocks=5, max_model_len=20), FakeExecutor(4)
+    add(scheduler, 1, FixedIndex([1] * 9), prompt=range(2, 6), max_tokens=12)
+    add(scheduler, 2, FixedIndex([1] * 9), prompt=range(6, 10), max_tokens=12)
+    run_step(scheduler, executor)
+    while scheduler.num_running == 2 and not scheduler.counters.preemptions:
+        free = scheduler.tables.pool.num_free
+        plan = scheduler.schedule(1)
+        needed = sum(row.start % 4 == 0 for row in plan.rows)
+        taken = sum(len(row.new_block_ids) for row in plan.rows)
+        assert taken == needed or free - taken >= 2
+        scheduler.update(plan, executor.execute(plan), 1)
+    assert scheduler.counters.preemptions == 1, "only for the streams' own tokens"
+
+
+def test_wrong_drafts_become_fewer_and_are_tried_again_later() -> None:
+    """Eight streams: a draft must be right more than every second time to pay."""
+    scheduler, executor = make_scheduler(num_draft_tokens=4), FakeExecutor(4)
+    for request_id in range(1, 9):
+        request = make_request(request_id, prompt=[request_id], max_tokens=150)
+        request.drafting = Drafting(FixedIndex([1, 1, 1, 1]))  # wrong, but for accidents
+        assert scheduler.add(request, 0) is None
+    drafts = []
+    for _ in range(140):
+        run_step(scheduler, executor)
+        drafts.append(sum(len(row.draft_token_ids) for row in executor.plans[-1].rows) / 8)
+    assert sum(drafts[:5]) >= 1, "new requests are given a try"
+    assert 0 < sum(drafts[40:]) < 0.1 * 100, "less than one in ten steps tries again"
+
+
+def test_without_speculation_no_index_is_kept() -> None:
+    scheduler, executor = make_scheduler(), FakeExecutor(4)
+    request = make_request(1, prompt=[5, 5, 5, 5], max_tokens=5)
+    scheduler.add(request, 0)
+    run_to_end(scheduler, executor)
+    assert request.drafting is None
+    assert all(not row.draft_token_ids for plan in executor.plans for row in plan.rows)
