@@ -146,6 +146,7 @@ class ApiConfig:
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one")
+    uds: str = option("", "listen on this Unix socket instead of host and port")
     api_workers: int = option(1, "api processes on the one port")
     max_body_bytes: int = option(32 << 20, "largest request body", size=True)
     max_header_bytes: int = option(16 << 10, "largest header line, and largest path", size=True)

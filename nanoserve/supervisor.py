@@ -37,9 +37,9 @@ from nanoserve.ipc.messages import (
     StartFailed,
     SupervisorInbox,
 )
-from nanoserve.listening import listen
+from nanoserve.listening import base_url, listen_as_told
 from nanoserve.obs.logs import last_lines, setup_logging
-from nanoserve.obs.terminal import Terminal, base_url, ready_lines
+from nanoserve.obs.terminal import Terminal, ready_lines
 from nanoserve.restarts import RestartPlan
 from nanoserve.roles import serve_role
 from nanoserve.status_board import StatusBoard
@@ -210,7 +210,7 @@ class Supervisor:
                 self._terminal.line(f"{child.name} (pid {child.pid}) is back, life {child.incarnation}")
             child.state, child.ready_once = READY, True
         engine = message.engine or self._board.status.engine
-        if message.ring_turned and self._board.status.stage != "ready":
+        if message.ring_turned and self._board.status.stage != "ready" and not self._stopping:
             self._publish(stage="ready", progress=1.0, engine=engine)
             self._announce()
         else:
@@ -220,7 +220,7 @@ class Supervisor:
         self._board.publish(self._children.all(), **changes)
 
     def _announce(self) -> None:
-        url = base_url(self._config.api.host, self._sock.getsockname()[1])
+        url = base_url(self._config.api, self._sock)
         seconds = time.monotonic() - self._begun
         for line in ready_lines(
             url, self._config.served_names[0], self._board.status.model_dir, self._board.status.processes, seconds
@@ -303,7 +303,7 @@ def serve(config: ServerConfig) -> int:
     if config.processes.role in ("engine", "detok"):
         return serve_role(config)
     terminal = Terminal()
-    with contextlib.closing(listen(config.api.host, config.api.port)) as sock:
+    with contextlib.closing(listen_as_told(config.api)) as sock:
         run_dir = config.processes.run_dir
         endpoints = shared_run_dir(Path(run_dir)) if run_dir else create_run_dir()
         try:
@@ -314,7 +314,7 @@ def serve(config: ServerConfig) -> int:
                 setup_logging("supervisor", directory, config.obs.log_level, child=False)
             except OSError as error:
                 raise StartupError(f"--log-dir {directory}: {error.strerror}") from None
-            url = base_url(config.api.host, sock.getsockname()[1])
+            url = base_url(config.api, sock)
             terminal.line(f"nanoserve {__version__}, pid {os.getpid()}, listening on {url}")
             return Supervisor(config, endpoints, sock, terminal).run()
         finally:

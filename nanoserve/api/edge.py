@@ -118,9 +118,9 @@ class Edge:
         def connection() -> Connection:
             return Connection(manager, loop=loop, limits=self._config)
 
-        self._server = await loop.create_server(
-            connection, sock=listen_socket, backlog=1024, ssl=tls_context(self._config)
-        )
+        is_unix = listen_socket.family == socket.AF_UNIX
+        create = loop.create_unix_server if is_unix else loop.create_server
+        self._server = await create(connection, sock=listen_socket, backlog=1024, ssl=tls_context(self._config))
 
     async def close(self) -> None:
         """Stops accepting, gives handlers a moment, closes every connection."""

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
+from urllib.parse import unquote
 
 from nanoserve.ipc.messages import ProcessFacts
 
@@ -54,12 +55,6 @@ class Terminal:
             self._out.flush()
 
 
-def base_url(host: str, port: int) -> str:
-    """How a client on this machine reaches the server."""
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{reachable}:{port}"
-
-
 def ready_lines(url: str, model: str, model_dir: str, processes: Iterable[ProcessFacts], seconds: float) -> list[str]:
     """The lines printed once the ring has turned."""
     pids = ", ".join(f"{process.name} {process.pid}" for process in processes)
@@ -78,6 +73,9 @@ def _curl(url: str, model: str, model_dir: str) -> str:
     else:
         path, body = "/v1/completions", {"model": model, "prompt": "Once upon a time"}
     body |= {"max_tokens": 32, "stream": True}
+    scheme, _, address = url.partition("+unix://")
+    if address:
+        url = f"--unix-socket {unquote(address)} {scheme}://localhost"
     return f"curl -N {url}{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
