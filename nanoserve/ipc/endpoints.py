@@ -6,6 +6,8 @@ per run, so a restarted server never meets the peers of an earlier one. Nothing 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -16,6 +18,8 @@ from nanoserve.errors import StartupError
 
 _MAX_SOCKET_PATH = 107  # sun_path of Linux less its terminator
 _LONGEST_NAME = "/supervisor.sock"
+_PREFIX = "nanoserve-"
+_LOCK = "lock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +63,37 @@ def create_run_dir(parent: Path | None = None) -> Endpoints:
     for base in candidates:
         if base is None or not os.access(base, os.W_OK):
             continue
-        made = Path(tempfile.mkdtemp(prefix="nanoserve-", dir=base))
+        _remove_stale(base)
+        made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
         if len(os.fsencode(str(made))) + len(_LONGEST_NAME) <= _MAX_SOCKET_PATH:
-            return Endpoints(run_dir=made)
+            if _lock(made) is not None:
+                return Endpoints(run_dir=made)
+            continue  # another start took it for a stale one in the instant before the lock
         made.rmdir()
     raise StartupError("no writable directory with a path short enough for Unix sockets")
+
+
+def _lock(run_dir: Path) -> int | None:
+    """Holds the directory as long as the returned descriptor is open; None when another process holds it."""
+    descriptor = os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor  # the supervisor never closes its own: its end, however it comes, frees the lock
+
+
+def _remove_stale(base: Path) -> None:
+    """Directories whose supervisor was killed: nobody holds their lock. Those without one are being made just now."""
+    for found in base.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if found.stat().st_uid != os.getuid() or not (found / _LOCK).exists():
+                continue
+            descriptor = _lock(found)
+            if descriptor is not None:
+                shutil.rmtree(found, ignore_errors=True)
+                os.close(descriptor)
 
 
 def shared_run_dir(path: Path) -> Endpoints:

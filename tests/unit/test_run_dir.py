@@ -1,0 +1,78 @@
+"""The private directory of a run: short enough, private, gone afterwards, and gone after a killed supervisor too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from nanoserve.errors import StartupError
+from nanoserve.ipc.endpoints import create_run_dir, next_life, remove_run_dir, shared_run_dir
+
+_MAKE = "import sys; from pathlib import Path; from nanoserve.ipc.endpoints import create_run_dir as make"
+
+
+@pytest.fixture
+def base() -> Path:
+    """Short: a test's own directory may leave no room for a socket's name."""
+    return Path(tempfile.mkdtemp(dir="/tmp"))
+
+
+def test_the_directory_is_private_and_removed(base: Path) -> None:
+    endpoints = create_run_dir(base)
+    assert endpoints.run_dir.parent == base
+    assert endpoints.run_dir.stat().st_mode & 0o777 == 0o700
+    remove_run_dir(endpoints)
+    assert not endpoints.run_dir.exists()
+    base.rmdir()
+
+
+def test_the_directory_of_a_killed_supervisor_goes_with_the_next_start_and_a_living_ones_stays(base: Path) -> None:
+    code = f"{_MAKE}; print(make(Path(sys.argv[1])).run_dir, flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(base)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        theirs = Path(other.stdout.readline().strip())
+        ours = create_run_dir(base)
+        assert theirs.exists()
+        other.kill()
+    third = create_run_dir(base)
+    assert not theirs.exists()
+    assert ours.run_dir.exists()
+    for endpoints in (ours, third):
+        remove_run_dir(endpoints)
+    base.rmdir()
+
+
+def test_a_directory_that_is_just_being_made_stays(base: Path) -> None:
+    fresh = base / "nanoserve-fresh"
+    fresh.mkdir()
+    remove_run_dir(create_run_dir(base))
+    assert fresh.exists()
+    fresh.rmdir()
+    base.rmdir()
+
+
+def test_a_path_too_long_for_sockets_is_not_used(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    endpoints = create_run_dir(long)
+    assert endpoints.run_dir.parent != long
+    assert not list(long.iterdir())
+    remove_run_dir(endpoints)
+    with pytest.raises(StartupError, match="too long"):
+        shared_run_dir(long / "run")
+
+
+def test_lives_are_counted(base: Path) -> None:
+    endpoints = shared_run_dir(base / "ring")
+    assert [next_life(endpoints, "engine-0") for _ in range(3)] == [1, 2, 3]
+    assert next_life(endpoints, "detok-0") == 1
+    (base / "ring" / "engine-0.life").write_text("junk")
+    assert next_life(endpoints, "engine-0") == 1
+    remove_run_dir(endpoints)
+    base.rmdir()
