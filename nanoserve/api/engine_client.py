@@ -241,9 +241,22 @@ class EngineClient:
                 self.counters.late_rows += 1
             return
         self.counters.finished += 1
+        if record.stop_string is not None and not record.finished.num_prompt_tokens:
+            record = _with_prompt(record, stream, self._clock_ns())
         self._latency.finished(record.finished, (self._clock_ns() - stream.submitted_ns) * 1e-9)
         stream.finish(record)
 
     def _end_with(self, stream: RequestStream, failure: Failure) -> None:
         self._live.pop(stream.request_id, None)
         stream.finish(TextFinished(Finished(request_id=stream.request_id, reason=FinishReason.ERROR, failure=failure)))
+
+
+def _with_prompt(record: TextFinished, stream: RequestStream, now_ns: int) -> TextFinished:
+    """The detokenizer ends a request at a stop string before the engine does, and knows nothing of its prompt."""
+    finished = msgspec.structs.replace(
+        record.finished,
+        num_prompt_tokens=len(stream.request.prompt_token_ids) // 4,  # packed int32
+        arrival_ns=stream.request.arrival_ns,
+        finished_ns=now_ns,
+    )
+    return msgspec.structs.replace(record, finished=finished)

@@ -86,6 +86,17 @@ def test_abort_is_sent_once_and_its_terminal_record_is_released() -> None:
     assert (client.num_live, client.num_ending, client.counters.late_rows) == (0, 0, 1)
 
 
+def test_the_detokenizers_own_end_is_given_its_prompt() -> None:
+    """A stop string ends a request before the engine knows: its record comes without the engine's numbers."""
+    client, _ = make_client()
+    stream = client.submit(new_request(), Outlet())
+    end = Finished(request_id=stream.request_id, reason=FinishReason.STOP, num_output_tokens=1)
+    client.deliver(batch((stream.request_id, "a", 0), finished=[TextFinished(end, stop_string="b")]))
+    finished = stream.take().finished
+    assert finished is not None and finished.stop_string == "b"
+    assert (finished.finished.num_prompt_tokens, finished.finished.num_output_tokens) == (2, 1)
+
+
 def test_a_higher_incarnation_resubmits_what_lives_with_its_ids() -> None:
     client, sent = make_client()
     kept, ended, gone = (client.submit(new_request(), Outlet()) for _ in range(3))
