@@ -67,6 +67,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -87,6 +88,8 @@ class ChatTemplate:
             raise RequestError(f"`chat_template_kwargs` may not set `{name}`.", param="chat_template_kwargs")
         arguments = {**self._special_tokens, **given}
         final = ""
+        if not self._knows_developer:  # newer clients' name of the system role
+            messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
         if continue_final_message:
             messages, final = _mark_final_message(messages)
         try:

@@ -85,6 +85,13 @@ def test_template_semantics() -> None:
         template.render([*messages[:1], {"role": "system", "content": "x"}])
 
 
+def test_developer_is_system_where_the_template_does_not_know_it() -> None:
+    messages = [{"role": "developer", "content": "a"}]
+    assert ChatTemplate(SOURCE, {}).render(messages, add_generation_prompt=False) == "[system] a"
+    knows = SOURCE + "{% if messages[0].role == 'developer' %}!{% endif %}"
+    assert ChatTemplate(knows, {}).render(messages, add_generation_prompt=False) == "[developer] a!"
+
+
 def test_final_message_is_continued() -> None:
     template = ChatTemplate(SOURCE, {"bos_token": "<s>"})
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Sure, "}]
