@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
+from nanoserve.ipc.columns import unpack_ids
+from nanoserve.ipc.messages import EngineStats
+from nanoserve.runner.sim import SimExecutor
 from nanoserve.sched.drafts import Drafting
 from nanoserve.sched.ngram import NgramIndex
 from nanoserve.sched.plan import StepPlan
 from nanoserve.sched.scheduler import Scheduler
-from tests.factories import make_request, make_scheduler, run_step, run_to_end
+from tests.factories import make_add_request, make_core, make_request, make_scheduler, run_step, run_to_end
 from tests.fakes import FakeExecutor
 
 SURE = 1e9
@@ -156,3 +161,33 @@ def test_without_speculation_no_index_is_kept() -> None:
     run_to_end(scheduler, executor)
     assert request.drafting is None
     assert all(not row.draft_token_ids for plan in executor.plans for row in plan.rows)
+
+
+def sim_answers(output: str, num_draft_tokens: int) -> tuple[dict[int, list[int]], EngineStats]:
+    """Three requests to the sim model through the engine core; min_tokens and a forcing bias among them."""
+    sim = SimExecutor(50, output=output, step_seconds=0, token_seconds=0)
+    core = make_core(sim, vocab_size=50, num_draft_tokens=num_draft_tokens, shortest_match=1)
+    core.handle(make_add_request(1, [2, 3, 4, 5], max_tokens=30, logprobs=2))
+    core.handle(make_add_request(2, [7, 8], max_tokens=30, min_tokens=9, stop_token_ids=(8,), seed=4))
+    core.handle(make_add_request(3, [9, 9], max_tokens=60, logit_bias={30: 100.0}))
+    told: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    while core.has_work:
+        batch = core.step()
+        if batch is None:  # a step that only drops state
+            continue
+        ids = iter(unpack_ids(batch.token_ids))
+        for request_id, count in zip(batch.request_ids, batch.num_tokens, strict=True):
+            told[request_id] += [next(ids) for _ in range(count)]
+        for row in batch.logprobs:
+            assert len(row.logprobs) == batch.num_tokens[row.row]
+    return told, core.stats()
+
+
+@pytest.mark.parametrize("output", ["echo", "random"])
+def test_the_sim_model_says_the_same_and_the_stats_tell_of_drafts(output: str) -> None:
+    plain, before = sim_answers(output, 0)
+    drafted, stats = sim_answers(output, 4)
+    assert drafted == plain
+    assert (before.draft_tokens, before.accepted_draft_tokens) == (0, 0)
+    assert stats.draft_tokens >= stats.accepted_draft_tokens > 0
+    assert stats.steps < before.steps
