@@ -149,8 +149,13 @@ class Link:
 
 
 def _beat(link: Link, ended: threading.Event) -> None:
-    while not ended.wait(PULSE_S):
-        link.pulse(time.monotonic())
+    """A process without a pulse would be without a watchdog: it ends instead."""
+    try:
+        while not ended.wait(PULSE_S):
+            link.pulse(time.monotonic())
+    except Exception:
+        _log.exception("the pulse thread failed, this process ends")
+        os._exit(EXIT_CRASHED)
 
 
 def _plant_faults(config: ServerConfig, link: Link) -> None:
