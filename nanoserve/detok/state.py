@@ -15,6 +15,9 @@ from nanoserve.detok.stop_strings import Matcher
 from nanoserve.ipc.messages import TextSpec
 
 
+_MAX_AWAITED = 65536
+
+
 @dataclass(slots=True)
 class RequestState:
     """One live request."""
@@ -88,6 +91,8 @@ class StateTable:
         self._states.pop(request_id, None)
         if request_id in self._awaited:
             return False
+        if len(self._awaited) >= _MAX_AWAITED:
+            self._awaited.clear()  # the engine does not answer for requests that api has released: do not keep those
         self._awaited.add(request_id)
         return True
 

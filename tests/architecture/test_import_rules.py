@@ -27,7 +27,8 @@ ALLOWED = {
     "api": _BASE | {"ipc", "obs", "hub", "tokenizer", "stop_regex"},
 }
 # The cores that take values and return values: no clock, no socket, no file, no thread.
-PURE = ["nanoserve.sched.", "nanoserve.detok.incremental", "nanoserve.detok.stop_strings", "nanoserve.detok.state"]
+_PURE_DETOK = ("incremental", "byte_decoder", "stop_strings", "state", "intake", "emit", "logprobs", "vocabulary")
+PURE = ["nanoserve.sched.", "nanoserve.stop_regex", *(f"nanoserve.detok.{name}" for name in _PURE_DETOK)]
 IO_MODULES = {
     "asyncio", "io", "logging", "multiprocessing", "os", "pathlib", "queue", "random", "select", "selectors", "shutil",
     "signal", "socket", "subprocess", "tempfile", "threading", "time", "torch", "urllib", "zmq", "aiohttp", "numpy",
