@@ -58,4 +58,5 @@ def _widen_q5(rows: Bytes) -> Bytes:
     low = np.concatenate([blocks[..., 6:] & 15, blocks[..., 6:] >> 4], axis=-1)
     fifth = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")
     values = ((low | fifth << 4).astype(np.int8) - 16).view(np.uint8)
-    return np.concatenate([blocks[..., :2], values], axis=-1).reshape(rows.shape[0], -1)
+    widened: Bytes = np.concatenate([blocks[..., :2], values], axis=-1)
+    return widened.reshape(rows.shape[0], -1)
