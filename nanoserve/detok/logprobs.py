@@ -45,8 +45,9 @@ class TokenNames:
         """What this token adds to the text, where `piece` is what the decoder released for it."""
         if self._table is None:
             return piece.encode()
-        at_head = at_head and self.head_matters and self._table.texts[token_id] is not None
-        return piece.encode() if at_head else self._table.raw(token_id)
+        known = 0 <= token_id < self._tokenizer.vocab_size
+        at_head = at_head and known and self.head_matters and self._table.texts[token_id] is not None
+        return piece.encode() if at_head else self.raw(token_id)
 
     def text(self, token_id: int) -> str:
         """For people: whole characters as they are (with their leading space), parts of characters as `bytes:\\xe2`."""

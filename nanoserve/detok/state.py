@@ -14,7 +14,6 @@ from nanoserve.detok.logprobs import ScoreLine
 from nanoserve.detok.stop_strings import Matcher
 from nanoserve.ipc.messages import TextSpec
 
-
 _MAX_AWAITED = 65536
 
 

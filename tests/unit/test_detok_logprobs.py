@@ -198,3 +198,21 @@ def test_scores_of_ids_that_are_here_already_are_dropped_with_them() -> None:
     ring.run()
     assert [entry.token_id for entry in ring.of(1).entries] == ids
     assert [entry.logprob for entry in ring.of(1).entries] == [-0.5 * i for i in ids]
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [byte_level(), llama2(), word_piece()], ids=["byte_level", "llama2", "word_piece"]
+)
+def test_prompt_ids_that_only_the_model_has_are_shown_by_number(tokenizer: HFTokenizer) -> None:
+    """A model's output layer may be larger than its tokenizer; such ids may stand in a prompt."""
+    manager = DetokManager(tokenizer, DetokConfig())
+    beyond = tokenizer.vocab_size + 3
+    ids = [beyond, *tokenizer.encode("dog", add_special_tokens=False), beyond]
+    num = len(ids)
+    scores = RowLogprobs(-1, [None, *[-1.0] * (num - 1)], [0] * num, [[beyond]] * num, [[-1.0]] * num)
+    prompt = PromptLogprobs(1, pack_ids(ids), scores)
+    output = manager.process([TokenBatch(0, 1, 1, opened=[Opened(1, b"\x90")], prompt_logprobs=[prompt])])
+    (entries,) = output.text_batches[0].prompt_logprobs
+    assert [entry.text for entry in entries.tokens][:: num - 1] == [f"token_id:{beyond}"] * 2
+    assert b"".join(entry.raw for entry in entries.tokens).decode().strip() == "dog"
+    assert all(entry.top[0][1:3] == (f"token_id:{beyond}", b"") for entry in entries.tokens)
