@@ -39,6 +39,8 @@ class Child:
     stage: str = ""
     progress: float = 0.0
     ready_once: bool = False
+    ready_since: float = 0.0  # monotonic
+    ring_turned: bool = False  # an api process that has seen one real token go round
     condemned: bool = False  # we ended it: it gave no sign of life
     late_s: float = 0.0
     doing: str = ""

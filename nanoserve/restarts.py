@@ -1,6 +1,6 @@
 """How often a process may be started again, and how long to wait before it: pure, time is a parameter.
 
-Owner: the supervisor. The first restart is immediate, because streams are waiting; quick repeats wait longer, because a
+Owner: the supervisor. The first restart is immediate, because streams are waiting; short lives wait longer, because a
 process that cannot live must not eat the machine; too many end the server.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 WINDOW_S = 600.0
-_QUICK_S = 30.0  # restarts that lie further back do not make the next one wait
+_SHORT_LIFE_S = 5.0  # who was ready for longer was not started in vain: the next start need not wait
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 10.0
 
@@ -20,19 +20,21 @@ class RestartBudget:
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
         self._restarts: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._short_lives: defaultdict[str, int] = defaultdict(int)
 
-    def spend(self, name: str, now: float) -> float | None:
-        """Takes one restart of `name`: seconds to wait before it, or None when the budget is spent."""
+    def spend(self, name: str, now: float, lived_s: float = 0.0) -> float | None:
+        """Takes one restart of `name`, which was ready for `lived_s`: seconds to wait before it, or None when the
+        budget is spent."""
         recent = self._restarts[name]
         while recent and recent[0] <= now - WINDOW_S:
             recent.popleft()
         if len(recent) >= self._max_restarts:
             return None
-        quick = sum(restart > now - _QUICK_S for restart in recent)
         recent.append(now)
-        if quick == 0:
+        short = self._short_lives[name] = 0 if lived_s >= _SHORT_LIFE_S else self._short_lives[name] + 1
+        if short <= 1:
             return 0.0
-        return min(_FIRST_BACKOFF_S * 2.0 ** min(quick - 1, 16), _LONGEST_BACKOFF_S)
+        return min(_FIRST_BACKOFF_S * 2.0 ** min(short - 2, 16), _LONGEST_BACKOFF_S)
 
 
 class RestartPlan:
@@ -42,9 +44,9 @@ class RestartPlan:
         self._budget = RestartBudget(max_restarts)
         self._due: dict[str, float] = {}
 
-    def add(self, name: str, now: float) -> float | None:
+    def add(self, name: str, now: float, lived_s: float = 0.0) -> float | None:
         """Plans a restart: seconds until then, or None when the budget is spent."""
-        wait_s = self._budget.spend(name, now)
+        wait_s = self._budget.spend(name, now, lived_s)
         if wait_s is not None:
             self._due[name] = now + wait_s
         return wait_s

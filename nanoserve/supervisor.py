@@ -153,8 +153,10 @@ class Supervisor:
             self._engine.send(ApiGone(child.index, child.incarnation))  # at once, not when it is back
         if child.role == "engine" and code in (-signal.SIGKILL, -signal.SIGTERM) and not child.condemned:
             self._endpoints.step_record(child.index).unlink(missing_ok=True)  # no request is to blame
-        was_ready = child.ready_once or child.incarnation > 1
-        wait_s = self._restarts.add(child.name, time.monotonic()) if was_ready else None
+        now = time.monotonic()
+        lived_s = now - child.ready_since if child.ready_once else 0.0
+        may_return = child.ready_once or child.incarnation > 1
+        wait_s = self._restarts.add(child.name, now, lived_s) if may_return else None
         if wait_s is None:
             raise ChildDied(child, code)
         again = f" in {wait_s:.1f} s" if wait_s else ""
@@ -208,9 +210,12 @@ class Supervisor:
         if not child.ready_once:
             if child.incarnation > 1:
                 self._terminal.line(f"{child.name} (pid {child.pid}) is back, life {child.incarnation}")
-            child.state, child.ready_once = READY, True
+            child.state, child.ready_once, child.ready_since = READY, True, time.monotonic()
         engine = message.engine or self._board.status.engine
-        if message.ring_turned and self._board.status.stage != "ready" and not self._stopping:
+        child.ring_turned |= message.ring_turned
+        # every api process: they share the port, and the kernel gives a client to any of them
+        all_turned = message.ring_turned and all(api.ring_turned for api in self._children.living("api"))
+        if all_turned and self._board.status.stage != "ready" and not self._stopping:
             self._publish(stage="ready", progress=1.0, engine=engine)
             self._announce()
         else:

@@ -23,9 +23,15 @@ def test_old_restarts_are_forgotten() -> None:
     budget = RestartBudget(2)
     assert [budget.spend("a-0", now) for now in (0.0, 10.0)] == [0.0, 0.25]
     assert budget.spend("a-0", WINDOW_S - 1) is None
-    assert budget.spend("a-0", WINDOW_S + 1) == 0.0  # the other one is too long ago to wait for
+    assert budget.spend("a-0", WINDOW_S + 1) is not None
     assert budget.spend("a-0", WINDOW_S + 2) is None
-    assert budget.spend("a-0", 3 * WINDOW_S) == 0.0
+
+
+def test_a_process_that_has_lived_is_restarted_at_once() -> None:
+    budget = RestartBudget(10)
+    assert [budget.spend("a-0", now, 60.0) for now in range(3)] == [0.0, 0.0, 0.0]
+    assert [budget.spend("a-0", now, 0.5) for now in range(3)] == [0.0, 0.25, 0.5]
+    assert budget.spend("a-0", 4.0, 6.0) == 0.0
 
 
 def test_no_wait_is_longer_than_ten_seconds_however_many() -> None:
