@@ -21,6 +21,7 @@ from nanoserve.errors import RequestError, StartupError
 log = logging.getLogger(__name__)
 
 _LINGER_S = 2.0  # for a refused client to stop sending its body
+_MAX_UNSENT_BYTES = 64 << 10
 _CLOSE_S = 2.0  # for handlers to write their last words
 
 
@@ -114,6 +115,10 @@ class Edge:
         manager = self._runner.server
         assert manager is not None  # `setup` made it
         loop = asyncio.get_running_loop()
+        if listen_socket.family != socket.AF_UNIX:
+            # accepted connections inherit it: what a client does not read waits here, where it is bounded, and not in
+            # the kernel, which would take megabytes for each
+            listen_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
 
         def connection() -> Connection:
             return Connection(manager, loop=loop, limits=self._config)
