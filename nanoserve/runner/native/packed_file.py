@@ -19,7 +19,7 @@ from pathlib import Path
 from nanoserve.runner.native.library import Format
 from nanoserve.runner.native.packing import ALIGNMENT, PackedWeights, Section
 
-_MAGIC = b"nanopak1"
+_MAGIC = b"nanopak1"  # another number with every change of what is packed
 _CHUNK = 32 << 20
 
 
