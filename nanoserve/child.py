@@ -27,7 +27,7 @@ import setproctitle
 import zmq
 
 from nanoserve.config import ServerConfig
-from nanoserve.errors import NanoserveError
+from nanoserve.errors import NanoserveError, StartupError
 from nanoserve.ipc.channels import Outbox
 from nanoserve.ipc.endpoints import Endpoints
 from nanoserve.ipc.link import Watchdog
@@ -233,8 +233,8 @@ def main(argv: list[str]) -> int:
         return _run_role(options.role, config, endpoints, link, options)
     except NanoserveError as error:
         _log.error("%s", error)
-        if link.is_ready:
-            return EXIT_CRASHED
+        if link.is_ready and not isinstance(error, StartupError):
+            return EXIT_CRASHED  # an api is ready before it loads: what stops it then is no crash
         link.start_failed(str(error))
         return EXIT_START_FAILED
     except Exception:

@@ -151,8 +151,8 @@ class ApiConfig:
     max_body_bytes: int = option(32 << 20, "largest request body", size=True)
     max_header_bytes: int = option(16 << 10, "largest header line, and largest path", size=True)
     max_headers: int = option(100, "most header lines of a request")
-    header_timeout: float = option(20.0, "seconds a new connection has for its first headers")
-    body_timeout: float = option(60.0, "seconds a request body may take to arrive")
+    header_timeout: float = option(20.0, "seconds a new connection has for its first headers; 0: no limit")
+    body_timeout: float = option(60.0, "seconds a request body may take to arrive; 0: no limit")
     max_connections: int = option(8192, "most open connections of one api process; more are closed with 503")
     api_key: tuple[str, ...] = option((), "keys that clients must send; none: open to all")
     api_key_file: str = option("", "file with one such key per line")
@@ -185,7 +185,9 @@ class ApiConfig:
 class ObsConfig:
     """Logs and watchdogs."""
 
-    log_dir: str = option("", "one log and one watchdog log per process here; default: logs go to the terminal only")
+    log_dir: str = option(
+        "", "one log and one watchdog log per process here; default: they are kept only while the server runs"
+    )
     log_level: str = option(
         "info", "least important line that is written", choices=("debug", "info", "warning", "error")
     )

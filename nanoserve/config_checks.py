@@ -12,6 +12,8 @@ from nanoserve.errors import ConfigError
 from nanoserve.ipc.ids import MAX_API_INDEX
 from nanoserve.obs.faults import parse_fault
 
+_MAX_COUNT = 1 << 24  # of tokens or blocks: beyond any model, and still small enough to keep books of
+
 
 def check_config(config: ServerConfig) -> None:
     """Raises ConfigError for the first rule that is broken; reads nothing but the paths it is given."""
@@ -28,6 +30,8 @@ def check_config(config: ServerConfig) -> None:
         raise ConfigError(f"--chat-template {config.model.chat_template}: no such file")
     if (config.processes.role == "all") != (not config.processes.run_dir):
         raise ConfigError("--role api|engine|detok and --run-dir belong together")
+    if config.api.ssl_keyfile and not config.api.ssl_certfile:
+        raise ConfigError("--ssl-keyfile needs --ssl-certfile: without it nothing would be encrypted")
     for text in obs.fault:
         parse_fault(text)
     if obs.log_dir and Path(obs.log_dir).exists() and not Path(obs.log_dir).is_dir():
@@ -52,6 +56,15 @@ def _check_ranges(config: ServerConfig) -> None:
         ("port", config.api.port, 0),
         ("api_workers", config.api.api_workers, 1),
         ("max_body_bytes", config.api.max_body_bytes, 1024),
+        ("max_header_bytes", config.api.max_header_bytes, 1024),
+        ("max_headers", config.api.max_headers, 8),
+        ("max_connections", config.api.max_connections, 1),
+        ("header_timeout", config.api.header_timeout, 0),
+        ("body_timeout", config.api.body_timeout, 0),
+        ("write_timeout", config.api.write_timeout, 0),
+        ("resume_grace", config.api.resume_grace, 0),
+        ("accept_timeout", config.api.accept_timeout, 0),
+        ("stream_buffer_bytes", config.api.stream_buffer_bytes, 1024),
         ("http_keep_alive", config.api.http_keep_alive, 0),
         ("sse_keep_alive", config.api.sse_keep_alive, 0),
         ("max_stop_strings", config.api.max_stop_strings, 0),
@@ -67,9 +80,20 @@ def _check_ranges(config: ServerConfig) -> None:
     for name, value, lowest in at_least:
         if value < lowest:
             raise ConfigError(f"--{name.replace('_', '-')} {value:g} is below {lowest:g}")
-    at_most = [("port", config.api.port, 65535), ("api_workers", config.api.api_workers, MAX_API_INDEX + 1)]
+    at_most = [
+        ("max_model_len", config.model.max_model_len, _MAX_COUNT),
+        ("num_kv_blocks", config.cache.num_kv_blocks, _MAX_COUNT),
+        ("block_size", config.cache.block_size, _MAX_COUNT),
+        ("max_num_seqs", config.scheduler.max_num_seqs, _MAX_COUNT),
+        ("max_num_batched_tokens", config.scheduler.max_num_batched_tokens, _MAX_COUNT),
+        ("seed", config.model.seed, 2**63 - 1),
+        ("port", config.api.port, 65535),
+        ("api_workers", config.api.api_workers, MAX_API_INDEX + 1),
+    ]
     for name, value, highest in at_most:
         if value > highest:
             raise ConfigError(f"--{name.replace('_', '-')} {value} is above {highest}")
+    if config.model.max_model_len == 1:
+        raise ConfigError("--max-model-len 1 is below 2: one token of prompt and one of answer")
     if not config.model.model:
         raise ConfigError("--model is empty")

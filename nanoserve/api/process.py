@@ -77,6 +77,7 @@ class ApiProcess:
         client = EngineClient(ids, outbox.send, time.monotonic_ns, metrics)
         self.context = build_context(config, client, metrics)
         self._stop = asyncio.Event()
+        self._loading: asyncio.Task[None] | None = None
         self._can_load: asyncio.Future[ServerStatus] = asyncio.get_running_loop().create_future()
         self._failure: BaseException | None = None
 
@@ -90,7 +91,8 @@ class ApiProcess:
         await edge.open(listen_socket)
         self._link.ready()
         loop.add_reader(self._link.stop_fd, self._request_stop)
-        tasks = [loop.create_task(work) for work in (self._receive(), self._tick(), self._load())]
+        self._loading = loop.create_task(self._load())
+        tasks = [self._loading, *(loop.create_task(work) for work in (self._receive(), self._tick()))]
         for task in tasks:
             task.add_done_callback(self._note_failure)
         try:
@@ -124,6 +126,9 @@ class ApiProcess:
         False when there were such streams.
         """
         client, pacer = self.context.client, self.context.pacer
+        if self._loading is not None:
+            self._loading.cancel()  # its first token is nobody's stream, and no fault when it does not come now
+            await asyncio.wait([self._loading])
         if self._failure is None:
             await _until(lambda: not len(pacer) or self._failure is not None, self._config.api.drain_timeout)
         all_finished = not client.num_live

@@ -19,6 +19,7 @@ from nanoserve.runner.philox import uniforms
 from nanoserve.sched.plan import NewRequest, PlanRow, RowError, StepPlan, StepResult, StepTimes, TokenScores
 
 _FORCING_BIAS = 100.0
+_MAX_DEFAULT_BLOCKS = 1 << 18
 _DEFAULT_MODEL_LEN = 32768
 _LOGPROB_STEP = 0.7  # made-up scores: token of rank r has log-probability -r * this
 
@@ -136,10 +137,14 @@ class SimExecutor:
 
 
 def create_sim_executor(config: ServerConfig, vocab_size: int) -> tuple[SimExecutor, EngineFacts]:
-    """The sim model and its facts. KV blocks are only numbers here; by default there are enough for every request."""
+    """The sim model and its facts. KV blocks are only numbers here; by default there are enough for every request,
+    as long as the scheduler's books of them stay small."""
     max_model_len = config.model.max_model_len or _DEFAULT_MODEL_LEN
     block_size = config.cache.block_size
-    blocks = config.cache.num_kv_blocks or config.scheduler.max_num_seqs * -(-max_model_len // block_size)
+    blocks = config.cache.num_kv_blocks
+    if not blocks:
+        largest = -(-max_model_len // block_size)
+        blocks = max(largest, min(config.scheduler.max_num_seqs * largest, _MAX_DEFAULT_BLOCKS))
     executor = SimExecutor(
         vocab_size,
         output=config.sim.sim_output,

@@ -96,6 +96,10 @@ def test_used_port_is_one_line_before_anything_starts(tmp_path: Path) -> None:
     [
         (["--max-num-seq", "3"], ["--max-num-seq", "--max-num-seqs"]),
         (["--model", "no-such-model-anywhere"], ["no-such-model-anywhere"]),
+        (
+            ["--model", "sim", "--tokenizer", "smollm2-135m", "--block-size", "1", "--num-kv-blocks", "1"],
+            ["first request", "KV cache"],
+        ),
     ],
 )
 def test_wrong_input_is_one_line_and_code_1(args: list[str], words: list[str], start_server: StartServer) -> None:

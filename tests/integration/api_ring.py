@@ -108,6 +108,7 @@ class FakeRing:
         self.released: list[int] = []
         self.flushes = 0
         self.auto_accept = True
+        self.answers_first = True  # the warm-up; else `script` gets it too
         self.changed = asyncio.Condition()
         self.sent: dict[int, int] = {}  # tokens sent per request
 
@@ -124,7 +125,7 @@ class FakeRing:
             self.sent.setdefault(message.request_id, 0)
             if self.auto_accept:
                 self.send(accepted=[Accepted(message.request_id)])
-            if len(self.added) == 1:
+            if len(self.added) == 1 and self.answers_first:
                 self.token(message.request_id, "w")
                 self.finish(message.request_id)
             else:
@@ -217,6 +218,7 @@ class Api:
         self.link = link
         self.http = http
         self.url = url
+        self.serving: asyncio.Task[bool] | None = None
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
         """Status and decoded JSON; `body` may be bytes."""
@@ -275,7 +277,9 @@ async def running_api(config: ServerConfig | None = None, *, link: ApiLink | Non
     tasks = [asyncio.create_task(ring.run()), asyncio.create_task(process.serve(listen))]
     try:
         async with aiohttp.ClientSession() as http:
-            yield Api(ring, process, link, http, url)
+            api = Api(ring, process, link, http, url)
+            api.serving = tasks[1]
+            yield api
         if not link.stop_requested:
             link.stop()
         await asyncio.wait_for(tasks[1], 10)

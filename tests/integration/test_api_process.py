@@ -236,6 +236,17 @@ async def test_drain_lets_streams_finish_and_refuses_new_ones(tmp_path: Path) ->
         assert "".join(e["choices"][0]["text"] for e in events) == "abcd"
 
 
+async def test_a_stop_before_the_ring_has_turned_cuts_no_stream(tmp_path: Path) -> None:
+    async with running_api() as api:
+        api.ring.script, api.ring.answers_first = idle, False  # the first token never comes
+        api.load(write_model(tmp_path))
+        await api.ring.until(lambda: len(api.ring.added) == 1)
+        api.link.stop()
+        assert api.serving is not None
+        assert await asyncio.wait_for(api.serving, 10)  # True: all live streams have finished
+        await api.ring.until(lambda: len(api.ring.aborted) == 1)
+
+
 async def test_drain_timeout_gives_an_error_event(tmp_path: Path) -> None:
     config = ServerConfig(api=ApiConfig(drain_timeout=0.1))
     async with loaded_api(tmp_path, config) as api:

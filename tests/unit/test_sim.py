@@ -97,6 +97,13 @@ def test_facts():
     assert (facts.max_model_len, facts.vocab_size, facts.num_blocks, facts.block_size) == (100, VOCAB, 21, 16)
 
 
+def test_the_default_pool_stays_small_enough_to_keep_books_of_and_holds_the_longest_request():
+    config = ServerConfig(model=ModelConfig(model="sim", max_model_len=1 << 20))
+    assert create_sim_executor(config, VOCAB)[1].num_blocks == 1 << 18  # not 1 << 22, as 64 requests would like
+    config = ServerConfig(model=ModelConfig(model="sim", max_model_len=1 << 24))
+    assert create_sim_executor(config, VOCAB)[1].num_blocks == 1 << 20
+
+
 def test_sim_imports_no_torch():
     code = "import sys, nanoserve.runner.sim; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
