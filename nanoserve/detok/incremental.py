@@ -1,6 +1,6 @@
 """Ids to text a few at a time, for any tokenizer: the window decoder. Pure; called by the detokenizer's manager.
 
-Right is (DESIGN: "one decode of all output ids, given the prompt's tail as left context"), for every chunking. The
+Right is (ADR 0004) one decode of all output ids, given the prompt's tail as left context, for every chunking. The
 window rule is the one of TGI, vLLM and SGLang: keep a few ids as left context (`surr`), decode them with and without
 the new ids (`read`), and release the difference. What differs here:
 
