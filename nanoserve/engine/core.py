@@ -250,17 +250,21 @@ class EngineCore:
         return self._builder.take(plan.step, self.stats())
 
     def _execute(self, plan: StepPlan) -> StepOutput:
+        failure = Failure(500, "The engine failed in a step of this request.", error_type="server_error")
         try:
             result = self._executor.execute(plan)
-        except Exception:
+        except BaseException as error:
             # The seam between one request's fault and the process's: once, the requests of this step end with an
-            # error; twice in a row, the executor is broken and so is this process.
-            if self._last_step_failed:
+            # error; twice in a row, the executor is broken and so is this process. An interrupt goes on, but leaves
+            # books that can be closed.
+            output = self.scheduler.fail_step(plan, failure, self._clock())
+            if self._last_step_failed or not isinstance(error, Exception):
+                self._in_step = False
+                self._finish(output.finished)
                 raise
             _log.exception("step %d failed: its %d requests end with an error", plan.step, len(plan.rows))
             self._last_step_failed = True
-            failure = Failure(500, "The engine failed in a step of this request.", error_type="server_error")
-            return self.scheduler.fail_step(plan, failure, self._clock())
+            return output
         self._last_step_failed = False
         self.receive()
         self.counters.forward_seconds += result.times.prepare_seconds + result.times.forward_seconds

@@ -435,3 +435,28 @@ def test_the_requests_of_a_dead_api_process_end_before_the_next_step_and_are_for
     run(core, ear)
     assert dead not in core.ledger
     assert core.counters.dropped_messages == 1
+
+
+def test_an_interrupted_step_leaves_books_that_can_be_closed() -> None:
+    """As Ctrl-C in `nanoserve.LLM.generate`: its requests end, and the next ones are served."""
+    executor = FakeExecutor(4)
+    core = make_core(executor)
+    core.handle(make_add_request(1, max_tokens=4))
+
+    def interrupt(plan: StepPlan) -> None:
+        raise KeyboardInterrupt
+
+    executor.during_step = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        core.step()
+    executor.during_step = lambda plan: None
+    batch = core.take_news()
+    assert batch is not None
+    assert [end.reason for end in batch.finished] == [FinishReason.ERROR]
+    core.handle(make_add_request(2, max_tokens=4))
+    ends = []
+    while core.has_work:
+        batch = core.step()
+        ends += batch.finished if batch else []
+    assert [(end.request_id, end.reason) for end in ends] == [(2, FinishReason.LENGTH)]
+    core.scheduler.check_idle()
