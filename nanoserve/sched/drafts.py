@@ -21,7 +21,7 @@ from nanoserve.sched.request import Request
 # Measured with bench.steps on two cores; a GPU's is larger, so there this drafts too little rather than too much.
 STEP_COST_TOKENS = 6
 # Before anything is known, a draft is expected right this often, as if that had been seen in so many tries.
-PRIOR_RATE = 0.75
+PRIOR_RATE = 0.6
 PRIOR_TRIES = 2.0
 DECAY = 0.9  # of what is known, with each row of drafts that was tried
 FORGET = 0.99  # the same, with each step in which a draft seemed not worth its cost: so it is tried again

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from nanoserve import LLM, SamplingParams
+from nanoserve.bench.texts import ALICE
 from nanoserve.ipc.messages import EngineFacts
 from nanoserve.runner.model_runner import ModelRunner
 from nanoserve.sched.drafts import Drafting
@@ -123,6 +125,19 @@ def test_answers_equal_those_without_drafts(
     assert scheduler.drafter.num_right < scheduler.drafter.num_drafts, "no draft was wrong"
 
 
+def test_bad_words_are_banned_behind_drafts(runner: tuple[ModelRunner, EngineFacts]) -> None:
+    """Words that the model would say, begun by drafts."""
+    asked = {"prompt": REPEATED, "max_tokens": 60, "temperature": 0.8, "seed": 12}
+    said = told(answers(runner, 0, [asked])[0], 1)[0]
+    words = tuple(tuple(said[n : n + 2 + n % 2]) for n in range(3, 60, 4))
+    asked["bad_words"] = words
+    plain = told(answers(runner, 0, [asked])[0], 1)
+    assert plain[0] != said
+    drafted, scheduler = answers(runner, 5, [asked], [plain[0]])
+    assert told(drafted, 1) == plain
+    assert scheduler.drafter.num_right > 20
+
+
 @pytest.mark.parametrize("is_known", [False, True])
 def test_company_with_and_without_drafts(is_known: bool, runner: tuple[ModelRunner, EngineFacts]) -> None:
     """Requests of every kind in the same steps, with different numbers of drafts and none."""
@@ -157,3 +172,26 @@ def test_storms_with_drafts(runner: tuple[ModelRunner, EngineFacts], backend: st
     assert preemptions >= 2
     assert hits >= 2
     assert min(right, wrong) > 0, f"{right} drafts were right, {wrong} wrong"
+
+
+@pytest.mark.timeout(300)  # may compile the engine and pack the weights
+def test_texts_of_a_real_model_with_stop_strings_and_scores() -> None:
+    """The whole ring in memory: rows of several tokens reach the detokenizer, which may stop inside one."""
+    passage = ALICE[:600]
+    prompts = [passage + "\n\n" + ALICE[: ALICE.index("sister on")]] * 4
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=64, logprobs=2),
+        SamplingParams(temperature=0.0, max_tokens=64, stop="conversations", ignore_eos=True),
+        SamplingParams(temperature=0.7, seed=11, max_tokens=64, repetition_penalty=1.1, logprobs=0),
+        SamplingParams(temperature=0.7, seed=12, max_tokens=64, top_p=0.9, stop=["her", "r s"], min_tokens=20),
+    ]
+    told = []
+    for num_tokens in (0, 5):
+        options = {"max_model_len": 512, "kv_cache_memory": "64MiB", "engine_threads": 1}
+        llm = LLM("smollm2-135m", speculative_num_tokens=num_tokens, **options)
+        told.append([llm.generate([prompt], [asked])[0].outputs for prompt, asked in zip(prompts, params, strict=True)])
+        stats = llm.stats()
+        llm.close()
+    assert told[0] == told[1]
+    assert stats.accepted_draft_tokens > 30
+    assert told[0][1][0].stop_reason == "conversations"
