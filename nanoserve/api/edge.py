@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 import ssl
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
@@ -83,6 +84,11 @@ class Connection(web.RequestHandler):
         response = web.Response(body=envelope_bytes(error), status=error.status, content_type="application/json")
         response.force_close()
         return response
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """What escaped a handler. The rest of a body that cannot be decoded is no news: its client has the 400."""
+        if not isinstance(kwargs.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **kwargs)
 
     def _on_header_timeout(self) -> None:
         self._header_timer = None

@@ -20,6 +20,7 @@ from nanoserve.errors import RequestError
 
 REQUEST_ID_HEADER = "X-Request-Id"
 WARNINGS_HEADER = "X-Nanoserve-Warnings"
+_ENCODINGS = frozenset({"identity", "gzip", "deflate"})
 _LABEL = web.RequestKey("label", str)
 _REQUEST_ID = re.compile(r"^[\x21-\x7e]{1,128}$")
 
@@ -39,9 +40,13 @@ def request_label(request: web.Request) -> str:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body. RequestError 400 for another content type or a broken encoding, 413 when it is too large."""
+    """The whole body. RequestError 400 for another content type or a broken encoding, 413 when it is too large,
+    415 for an encoding that would be read as if it were none.
+    """
     if "Content-Type" in request.headers and request.content_type != "application/json":
         raise RequestError("Unsupported Media Type: Only 'application/json' is allowed")
+    if request.headers.get("Content-Encoding", "identity").lower() not in _ENCODINGS:
+        raise http_error(415, "The body's Content-Encoding is not one of gzip, deflate and identity.")
     if (request.content_length or 0) > request.client_max_size:
         raise http_error(413, "The request body is too large.")  # before a byte of it is read
     try:

@@ -106,12 +106,17 @@ async def test_broken_http_gets_the_envelope_and_is_closed(data: bytes, status: 
         assert json.loads(body)["error"]["code"] == status
 
 
-async def test_broken_content_encoding_is_a_400(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("encoding", "status"), [(b"gzip", 400), (b"deflate", 400), (b"rot13", 415)])
+async def test_broken_content_encoding_is_a_4xx_and_no_log_line(
+    encoding: bytes, status: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with loaded_api(tmp_path) as api:
         body = b"not gzip at all"
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        answer = await raw(api, head + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        assert answer.startswith(b"HTTP/1.1 400") and b'"error"' in answer
+        head += b"Content-Encoding: %s\r\nContent-Length: %d\r\n\r\n" % (encoding, len(body))
+        answer = await raw(api, head + body)
+        assert answer.startswith(b"HTTP/1.1 %d" % status) and b'"error"' in answer
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_slow_headers_and_slow_bodies_are_ended(tmp_path: Path) -> None:

@@ -10,15 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanoserve.errors import StartupError
 from nanoserve.runner.native import build
 from nanoserve.runner.native.backend import NativeBackend, NativeOptions
 from nanoserve.runner.native.build import NativeUnavailable
+from nanoserve.runner.native.memory import allocate
 from nanoserve.runner.native.packed_file import fingerprint
 from nanoserve.runner.native.packing import Weights
 from tests.runner.native_models import make_native, make_spec, make_weights
 
 pytestmark = pytest.mark.slow
 needs_cpu = pytest.mark.skipif(bool(build.missing_cpu_features()), reason="the CPU lacks what the engine needs")
+
+
+def test_memory_that_the_system_does_not_have_is_said_in_one_line() -> None:
+    with pytest.raises(StartupError, match="GiB of memory for kv cache"):
+        allocate(1 << 60, "kv cache")
 
 
 @needs_cpu
