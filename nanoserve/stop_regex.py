@@ -3,8 +3,10 @@
 Used by api (to refuse a pattern with a reason) and by the detokenizer (to stop at it). Patterns become a
 non-deterministic automaton (Thompson, Regular Expression Search Algorithm, CACM 11(6), 1968) that is walked over all
 its states at once, one character after the other: no backtracking, at most `MAX_STATES` steps a character, nothing is
-read twice, and what it keeps is the earliest beginning of each live state (Pike's rule), which says how much of the
-text may still become a match. `re` can neither go on where it stopped nor promise a bound; RE2 cannot go on either.
+read twice, and what it keeps is where the matches in progress began, for each live state a set of at most
+`MAX_MATCH_CHARS` bits, which says how much of the text may still become a match. (Pike's rule keeps the earliest
+beginning alone: once that one is too long ago, the younger matches would be lost with it.) `re` can neither go on
+where it stopped nor promise a bound; RE2 cannot go on either.
 
 Syntax is Python's: literals, `.`, `[...]`, `\\d \\w \\s` and other escapes, `|`, groups, `* + ? {m,n}` (lazy or not:
 the match that ends first wins anyway), `(?i)` and `(?s)` in front. What looks beyond the match itself (anchors,
@@ -22,6 +24,8 @@ MAX_PATTERN_BYTES = 256
 MAX_STATES = 256
 MAX_MATCH_CHARS = 1024  # a longer match is none: it bounds what is held back
 _MAX_DEPTH = 20
+_MATCHES = (1 << (MAX_MATCH_CHARS + 1)) - 1  # lengths that a match may have
+_UNFINISHED = (1 << MAX_MATCH_CHARS) - 1  # lengths that may grow
 
 _FLAGS = re.compile(r"\(\?([is]+)\)")
 _REPEAT = re.compile(r"\{(\d+)(?:(,)(\d*))?\}|\{(,)(\d+)\}")
@@ -99,42 +103,43 @@ class RegexHit(NamedTuple):
 class RegexMatcher:
     """Where one text stands in one pattern."""
 
-    __slots__ = ("_live", "_position", "_regex", "pattern")
+    __slots__ = ("_live", "_regex", "pattern")
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
         self._regex = compile_regex(pattern)
-        self._live: dict[int, int] = {}  # state -> where its earliest match begins
-        self._position = 0
+        self._live: dict[int, int] = {}  # state -> in how many characters it was reached: bit n stands for n
 
     def scan(self, piece: str, *, armed: bool = True) -> RegexHit | None:
         """Advances up to the first match that ends in `piece`, the longest of those. Unarmed ones do not count."""
         regex = self._regex
         tests, after, start = regex.tests, regex.after, regex.start
         for place, char in enumerate(piece):
+            here = self._live
+            for state in start:
+                here[state] = here.get(state, 0) | 1
             live: dict[int, int] = {}
-            ended: int | None = None
-            oldest = self._position - MAX_MATCH_CHARS
-            begins = [*self._live.items(), *((state, self._position) for state in start if state not in self._live)]
-            for state, begin in begins:
-                if begin <= oldest or not tests[state](char):
+            ended = 0
+            for state, lengths in here.items():
+                if not tests[state](char):
                     continue
                 states, ends = after[state]
-                if ends and (ended is None or begin < ended):
-                    ended = begin
-                for target in states:
-                    if begin < live.get(target, self._position + 1):
-                        live[target] = begin
+                lengths = (lengths << 1) & _MATCHES
+                if ends:
+                    ended |= lengths
+                lengths &= _UNFINISHED
+                if lengths:
+                    for target in states:
+                        live[target] = live.get(target, 0) | lengths
             self._live = live
-            self._position += 1
-            if ended is not None and armed:
-                return RegexHit(place + 1, self._position - ended)
+            if ended and armed:
+                return RegexHit(place + 1, ended.bit_length() - 1)
         return None
 
     @property
     def held(self) -> int:
         """Characters at the end of the text that a match may still begin with."""
-        return self._position - min(self._live.values(), default=self._position)
+        return max((lengths.bit_length() for lengths in self._live.values()), default=1) - 1
 
 
 class _Parser:
@@ -210,7 +215,10 @@ class _Parser:
             for _ in range(most - least):
                 after = self._regex.add_split([part(after), end])
         for _ in range(least):
-            after = part(after)
+            before = part(after)
+            if before == after:
+                break  # a part that is nothing at all stays nothing, were it asked for a billion times
+            after = before
         return after
 
     def _atom(self, depth: int) -> Part:
@@ -226,7 +234,7 @@ class _Parser:
                 self._refuse("has a `(` without its `)`")
             self._at += 1
             return part
-        if char in "*+?":
+        if char in "*+?" or _REPEAT.match(text, at):
             self._refuse("repeats nothing")
         if char in "^$":
             self._refuse("has an anchor, which is not supported")

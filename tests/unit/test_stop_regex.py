@@ -94,6 +94,7 @@ def test_case_and_dot_flags() -> None:
         ("[a", "not supported"),
         ("[z-a]", "bad character range"),
         ("*a", "repeats nothing"),
+        ("{2}", "repeats nothing"),
         ("a**", "repeats a repetition"),
         ("a{3,2}", "wrong way round"),
         ("(?:a{99}){99}", "too large"),
@@ -117,3 +118,34 @@ def test_no_pattern_blows_up(pattern: str) -> None:
         assert len(matcher._live) <= MAX_STATES
         assert matcher.held <= MAX_MATCH_CHARS
     assert time.process_time() - started < 20
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "hit"),
+    [
+        ("[ab]+c", "a" * (MAX_MATCH_CHARS + 1) + "c", MAX_MATCH_CHARS),
+        ("(?s).*END", "x" * (MAX_MATCH_CHARS - 1) + "END", MAX_MATCH_CHARS),
+        (r"[^\n]+\n", "x" * (2 * MAX_MATCH_CHARS + 2) + "\n", MAX_MATCH_CHARS),
+        ("ab+c|b{3}", "a" + "b" * 3, 3),
+        ("a" + "b" * 3 + "c*d", "abbb" + "c" * (MAX_MATCH_CHARS - 5) + "d", MAX_MATCH_CHARS),
+        ("ab" + "c*d", "ab" + "c" * (MAX_MATCH_CHARS - 2) + "d", None),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 1000, 5000])
+def test_a_match_in_progress_that_became_too_long_takes_no_other_with_it(
+    pattern: str, text: str, hit: int | None, size: int
+) -> None:
+    matcher = RegexMatcher(pattern)
+    found = None
+    for at in range(0, len(text), size):
+        found = matcher.scan(text[at : at + size])
+        assert matcher.held <= MAX_MATCH_CHARS
+    assert (None if found is None else found.length) == hit
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(){999999999}b", "((((a{0}){9999999}){9999999}){9999999})b", "(?:(){99999999}){2,}b"]
+)
+def test_nothing_repeated_costs_nothing(pattern: str) -> None:
+    """A repetition without a single state in it never meets the bound on states."""
+    assert RegexMatcher(pattern).scan("ab") == (2, 1)
