@@ -102,6 +102,7 @@ def test_a_request_that_comes_while_a_part_is_down_waits_for_it(name: str, start
         assert (status, answer["choices"]) == (200, right)
 
 
+@pytest.mark.timeout(300)
 def test_a_real_model_goes_on_where_it_was(start_server: StartServer) -> None:
     """The same with weights: a new engine computes the prompt and the tokens so far again, and goes on as before."""
     server = start_server("smollm2-135m", "--max-model-len", "2048", "--kv-cache-memory", "256MiB", wait=False)
