@@ -33,7 +33,9 @@ class EventWriter:
         await response.prepare(self._request)
         self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
         if data:
+            self.blocked_since_s = self._clock_s()  # a first event larger than the buffers waits here
             await response.write(data)
+            self.blocked_since_s = 0.0
         else:
             self._request.writer.send_headers()
         self.last_write_s = self._clock_s()
