@@ -29,8 +29,14 @@ static Linear linear(const NsLinear& raw) {
 }
 
 Model::Model(const NsConfig& config_, const bf16* embedding_, const Linear& head_, const float* final_norm_)
-    : config(config_), shape{config_.heads, config_.kv_heads, config_.head_dim}, embedding(embedding_), head(head_),
-      final_norm(final_norm_), layers(config_.layers), team(config_.threads), phases(team) {
+    : config(config_),
+      shape{config_.heads, config_.kv_heads, config_.head_dim},
+      embedding(embedding_),
+      head(head_),
+      final_norm(final_norm_),
+      layers(config_.layers),
+      team(config_.threads),
+      phases(team) {
     for (int i = 0; i < team.size(); ++i) attention_scratch.push_back(std::make_unique<AttentionScratch>(shape));
 }
 
@@ -44,12 +50,14 @@ using namespace ns;
 
 extern "C" {
 
-NsModel* ns_model_new(const NsConfig* config, const uint16_t* embedding, const NsLinear* head, const float* final_norm) {
+NsModel* ns_model_new(const NsConfig* config, const uint16_t* embedding, const NsLinear* head,
+                      const float* final_norm) {
     return new (std::nothrow) NsModel{Model(*config, embedding, linear(*head), final_norm)};
 }
 
 void ns_model_set_layer(NsModel* handle, int32_t index, const NsLayer* layer) {
-    handle->model.layers[index] = {*layer, linear(layer->qkv), linear(layer->output), linear(layer->gate_up), linear(layer->down)};
+    handle->model.layers[index] = {*layer, linear(layer->qkv), linear(layer->output), linear(layer->gate_up),
+                                   linear(layer->down)};
 }
 
 void ns_model_set_kv(NsModel* handle, uint16_t* memory, int64_t pages) {
@@ -100,7 +108,8 @@ double ns_read_bandwidth(const uint8_t* memory, int64_t bytes, int32_t threads) 
     std::vector<uint64_t> sums(static_cast<size_t>(team.size()) * 8);
     const auto start = std::chrono::steady_clock::now();
     team.run([&](int thread) {
-        const int64_t begin = bytes * thread / team.size() / 64 * 64, end = bytes * (thread + 1) / team.size() / 64 * 64;
+        const int64_t begin = bytes * thread / team.size() / 64 * 64,
+                      end = bytes * (thread + 1) / team.size() / 64 * 64;
         __m512i sum = _mm512_setzero_si512();
         for (int64_t i = begin; i < end; i += 64) {
             prefetch(memory + i + 4096);

@@ -83,8 +83,8 @@ inline __attribute__((always_inline)) void values_kernel(const bf16* probs, cons
 }
 
 using ScoresFunction = void (*)(const bf16*, int, const Pages&, float*);
-constexpr ScoresFunction kScores[13] = {nullptr,       scores_of<1>, scores_of<2>, scores_of<3>,  scores_of<4>,
-                                        scores_of<5>,  scores_of<6>, scores_of<7>, scores_of<8>,  scores_of<9>,
+constexpr ScoresFunction kScores[13] = {nullptr,       scores_of<1>,  scores_of<2>, scores_of<3>, scores_of<4>,
+                                        scores_of<5>,  scores_of<6>,  scores_of<7>, scores_of<8>, scores_of<9>,
                                         scores_of<10>, scores_of<11>, scores_of<12>};
 
 template <int ROWS>
@@ -104,7 +104,8 @@ constexpr ValuesFunction kValues[7] = {nullptr,      values_of<1>, values_of<2>,
 void exponentials(float* scores, bf16* probs, int num_pages, int oldest, int newest, float* max, float* sum) {
     __m512 top = _mm512_set1_ps(kNone);
     auto alive = [&](int page) {
-        const int low = std::clamp(oldest - page * kPageTokens, 0, 16), high = std::clamp(newest + 1 - page * kPageTokens, 0, 16);
+        const int low = std::clamp(oldest - page * kPageTokens, 0, 16),
+                  high = std::clamp(newest + 1 - page * kPageTokens, 0, 16);
         return static_cast<__mmask16>(((1u << high) - 1) & ~((1u << low) - 1));
     };
     for (int page = 0; page < num_pages; ++page) {
@@ -128,8 +129,15 @@ void exponentials(float* scores, bf16* probs, int num_pages, int oldest, int new
 
 AttentionScratch::AttentionScratch(const AttentionShape& shape) {
     const size_t rows = static_cast<size_t>(tile_tokens(shape)) * shape.group() + 16;
-    const size_t sizes[] = {rows * kSegmentTokens * 4, rows * kSegmentTokens * 2, rows * shape.head_dim * 2,
-                            rows * 4, rows * 4, rows * shape.head_dim * 4, rows * 4, rows * 4, rows * shape.head_dim * 4};
+    const size_t sizes[] = {rows * kSegmentTokens * 4,
+                            rows * kSegmentTokens * 2,
+                            rows * shape.head_dim * 2,
+                            rows * 4,
+                            rows * 4,
+                            rows * shape.head_dim * 4,
+                            rows * 4,
+                            rows * 4,
+                            rows * shape.head_dim * 4};
     size_t total = 64;
     for (size_t size : sizes) total += (size + 63) & ~size_t{63};
     memory_.assign(total, 0);
@@ -167,9 +175,11 @@ void attend_segment(const AttentionShape& shape, int window, const bf16* queries
         const int page = first_page + std::min(i, num_pages - 1);
         pages[i] = layer + tile.pages[page] * shape.page() + kv_head * shape.head_page();
         const int next = ahead_segment * kSegmentPages + i;
-        later[i] = next < ahead_end ? layer + ahead->pages[next] * shape.page() + ahead_kv_head * shape.head_page() : pages[i];
+        later[i] =
+            next < ahead_end ? layer + ahead->pages[next] * shape.page() + ahead_kv_head * shape.head_page() : pages[i];
     }
-    const bf16* q = queries + static_cast<size_t>(tile.first_token) * shape.num_heads * head_dim + kv_head * group * head_dim;
+    const bf16* q =
+        queries + static_cast<size_t>(tile.first_token) * shape.num_heads * head_dim + kv_head * group * head_dim;
     if (tile.num_tokens > 1) {
         for (int i = 0; i < tile.num_tokens; ++i)
             std::memcpy(scratch.queries + i * group * head_dim, q + static_cast<size_t>(i) * shape.num_heads * head_dim,
@@ -184,7 +194,8 @@ void attend_segment(const AttentionShape& shape, int window, const bf16* queries
                 batch.page[i] = pages[page + i];
                 batch.ahead[i] = later[page + i];
             }
-            kScores[count](q + row * head_dim, head_dim, batch, scratch.scores + row * kSegmentTokens + page * kPageTokens);
+            kScores[count](q + row * head_dim, head_dim, batch,
+                           scratch.scores + row * kSegmentTokens + page * kPageTokens);
         }
         row += count;
         left -= count;
@@ -197,7 +208,8 @@ void attend_segment(const AttentionShape& shape, int window, const bf16* queries
     }
     for (int row = 0, left = rows, parts = (rows + 5) / 6; parts > 0; --parts) {
         const int count = (left + parts - 1) / parts;
-        kValues[count](scratch.probs + row * kSegmentTokens, pages, later, num_pages, head_dim, result.values + row * head_dim);
+        kValues[count](scratch.probs + row * kSegmentTokens, pages, later, num_pages, head_dim,
+                       result.values + row * head_dim);
         row += count;
         left -= count;
     }

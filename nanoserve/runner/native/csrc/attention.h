@@ -27,10 +27,10 @@ struct AttentionShape {
 
 // Neighbouring tokens of one row that share K and V reads. Positions first_position .. + num_tokens - 1.
 struct Tile {
-    int first_token;     // index into the flat token arrays
+    int first_token;  // index into the flat token arrays
     int num_tokens;
     int first_position;
-    const int* pages;    // the row's page table
+    const int* pages;  // the row's page table
     int segment_begin(int window) const {
         const int oldest = window > 0 ? first_position - window + 1 : 0;
         return oldest > 0 ? oldest / kSegmentTokens : 0;
@@ -44,7 +44,7 @@ inline int tile_tokens(const AttentionShape& shape) {
     return tokens < 1 ? 1 : tokens;
 }
 
-struct Partial {  // for n query rows; unnormalized
+struct Partial {    // for n query rows; unnormalized
     float* max;     // [n], base-2 exponent scale
     float* sum;     // [n]
     float* values;  // [n, head_dim]
@@ -52,19 +52,20 @@ struct Partial {  // for n query rows; unnormalized
 
 // Memory of one thread: scores, probabilities, packed queries and two partials.
 class AttentionScratch {
-   public:
+ public:
     explicit AttentionScratch(const AttentionShape& shape);
     float* scores;  // [rows, kSegmentTokens]
     bf16* probs;    // [rows, kSegmentTokens]
     bf16* queries;  // [rows, head_dim]
     Partial running, current;
 
-   private:
+ private:
     std::vector<uint8_t> memory_;
 };
 
-// Attention of one tile and kv head over one segment. `queries` are [num_tokens, num_heads, head_dim], already scaled by
-// log2(e)/sqrt(d); `layer` is the layer's KV memory. `ahead` (or null) is a tile and `ahead_segment` its segment to prefetch.
+// Attention of one tile and kv head over one segment. `queries` are [num_tokens, num_heads, head_dim], already scaled
+// by log2(e)/sqrt(d); `layer` is the layer's KV memory. `ahead` (or null) is a tile and `ahead_segment` its segment to
+// prefetch.
 void attend_segment(const AttentionShape& shape, int window, const bf16* queries, const bf16* layer, const Tile& tile,
                     int kv_head, int segment, const Tile* ahead, int ahead_kv_head, int ahead_segment,
                     AttentionScratch& scratch, const Partial& result);
@@ -72,7 +73,8 @@ void attend_segment(const AttentionShape& shape, int window, const bf16* queries
 void merge(const Partial& running, const Partial& next, int rows, int head_dim);
 // bf16 values / sum into `out` [num_tokens, num_heads, head_dim].
 void finish_attention(const AttentionShape& shape, const Partial& total, const Tile& tile, int kv_head, bf16* out);
-// Keys and values of one token into its page; not-finite values become 0 so that they cannot reach other rows by 0 * NaN.
+// Keys and values of one token into its page; not-finite values become 0 so that they cannot reach other rows by 0 *
+// NaN.
 void write_kv(const AttentionShape& shape, bf16* layer, int page, int slot, int kv_head, const float* key,
               const float* value);
 

@@ -18,7 +18,8 @@ struct Q4Columns {
     __m512i q0, q1;
     void start(const uint8_t* group, int half) {
         const __m256i* scales = reinterpret_cast<const __m256i*>(group) + half;
-        const __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256(scales)), m = _mm512_cvtph_ps(_mm256_loadu_si256(scales + 2));
+        const __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256(scales)),
+                     m = _mm512_cvtph_ps(_mm256_loadu_si256(scales + 2));
         d0 = _mm512_permutexvar_ps(low_columns(), d), d1 = _mm512_permutexvar_ps(high_columns(), d);
         m0 = _mm512_permutexvar_ps(low_columns(), m), m1 = _mm512_permutexvar_ps(high_columns(), m);
     }
@@ -67,7 +68,8 @@ inline void decode_group(bf16* target, const uint8_t* group) {
         for (int k16 = 0; k16 < 2; ++k16) {
             columns.load(group, half, k16);
 #pragma GCC unroll 8
-            for (int pair = 0; pair < 8; ++pair) store_pairs(target + (k16 * 8 + pair) * 64 + half * 32, columns.next());
+            for (int pair = 0; pair < 8; ++pair)
+                store_pairs(target + (k16 * 8 + pair) * 64 + half * 32, columns.next());
         }
     }
 }

@@ -100,9 +100,9 @@ inline __attribute__((always_inline)) void multiply_pair(const bf16* x, int k, c
     }
 }
 
-// ROWS rows by PANELS*32 columns over the whole of K, from panels in the kBf16 form. Each accumulator takes its products
-// in order of k whatever the tile: the same row gives the same bits in every batch. All loops over accumulators are
-// unrolled by force, else gcc keeps them in memory (35-43 % of peak instead of 90).
+// ROWS rows by PANELS*32 columns over the whole of K, from panels in the kBf16 form. Each accumulator takes its
+// products in order of k whatever the tile: the same row gives the same bits in every batch. All loops over
+// accumulators are unrolled by force, else gcc keeps them in memory (35-43 % of peak instead of 90).
 template <int ROWS, int PANELS>
 inline __attribute__((always_inline)) void run_plain(const Tile& tile, const bf16* w, int row) {
     const int k = tile.job.weight->k;
@@ -170,7 +170,8 @@ constexpr int kFusedRows = 8;  // more rows than that: decode into cache first, 
 template <class Columns, int FORMAT>
 void decode_panel(const Tile& tile) {
     const uint8_t *group = tile.panels, *ahead = tile.ahead;
-    for (int k0 = 0; k0 < tile.job.weight->k; k0 += kGroup, group += group_bytes(FORMAT), ahead += group_bytes(FORMAT)) {
+    for (int k0 = 0; k0 < tile.job.weight->k;
+         k0 += kGroup, group += group_bytes(FORMAT), ahead += group_bytes(FORMAT)) {
         prefetch_group(ahead, FORMAT);
         decode_group<Columns>(tile.decoded + static_cast<size_t>(k0) * kPanel, group);
     }
@@ -194,7 +195,8 @@ constexpr std::array<TileFunction, sizeof...(ROWS) + 1> tiles_of(std::integer_se
 template <int FORMAT>
 struct Tiles {
     static constexpr auto kWide = tiles_of<FORMAT, 2>(std::make_integer_sequence<int, kWideRows>{});
-    static constexpr auto kSingle = tiles_of<FORMAT, 1>(std::make_integer_sequence<int, FORMAT == kBf16 ? kTileRows : kFusedRows>{});
+    static constexpr auto kSingle =
+        tiles_of<FORMAT, 1>(std::make_integer_sequence<int, FORMAT == kBf16 ? kTileRows : kFusedRows>{});
 };
 
 TileFunction tile_function(int format, int rows, bool wide) {
@@ -206,7 +208,8 @@ TileFunction tile_function(int format, int rows, bool wide) {
 // How a product is cut into items: slabs of rows times runs of panels.
 struct Cut {
     int panels, run, runs, slab;
-    Cut(const Linear& weight, int m) : panels(num_panels(weight.n)), run(m <= kWideRows ? 2 : 1), runs((panels + run - 1) / run) {
+    Cut(const Linear& weight, int m)
+        : panels(num_panels(weight.n)), run(m <= kWideRows ? 2 : 1), runs((panels + run - 1) / run) {
         const int fit = static_cast<int>(kSlabBytes / (static_cast<size_t>(weight.k) * sizeof(bf16)));
         slab = std::max(1, std::min(m, std::max(kTileRows, fit / kTileRows * kTileRows)));
     }
@@ -245,8 +248,8 @@ void gemm(Phases& phases, int thread, const GemmJob& job, bf16* scratch) {
             tile.panels = reinterpret_cast<const uint8_t*>(scratch);
             format = kBf16;
         } else if (format == kBf16) {
-            // Many tiles read a panel once from DRAM and then from cache: fetching the next one meanwhile keeps DRAM busy.
-            // A single tile streams, which the hardware's own prefetching does better (6 ms a step against 6.6).
+            // Many tiles read a panel once from DRAM and then from cache: fetching the next one meanwhile keeps DRAM
+            // busy. A single tile streams, which the hardware's own prefetching does better (6 ms a step against 6.6).
             const int lines = ((wide ? 2 : 1) * kGroup + tiles - 1) / tiles;  // a panel has one line per k
             tile.ahead_lines = tiles > 1 || next < 0 ? lines : 0;
         }

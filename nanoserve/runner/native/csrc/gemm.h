@@ -49,13 +49,14 @@ void pack_bf16(uint8_t* panels, const bf16* weights, int n, int k, bool paired, 
 void pack_q8(uint8_t* panels, const float* weights, int n, int k, bool paired, int first_panel, int last_panel);
 // From GGUF rows as they are in the file: Q8_0 {fp16 d; int8 q[32]}, Q4_0 {fp16 d; nibbles[16]}, Q4_1 {fp16 d, m; ...}.
 enum GgufType : int { kGgufQ4_0 = 2, kGgufQ4_1 = 3, kGgufQ8_0 = 8 };
-void pack_gguf(uint8_t* panels, const uint8_t* rows, int type, int n, int k, bool paired, int first_panel, int last_panel);
+void pack_gguf(uint8_t* panels, const uint8_t* rows, int type, int n, int k, bool paired, int first_panel,
+               int last_panel);
 enum class Epilogue {
-    kStore,     // out = y + bias
-    kAdd,       // out += y + bias (the residual stream)
-    kSiluMul,   // bf16 out = silu(gate) * up, on paired panels
-    kGeluMul,   // bf16 out = gelu_tanh(gate) * up
-    kLogits,    // out = y (out may be null), and the running argmax
+    kStore,    // out = y + bias
+    kAdd,      // out += y + bias (the residual stream)
+    kSiluMul,  // bf16 out = silu(gate) * up, on paired panels
+    kGeluMul,  // bf16 out = gelu_tanh(gate) * up
+    kLogits,   // out = y (out may be null), and the running argmax
 };
 
 struct Best {
@@ -70,7 +71,7 @@ struct GemmJob {
     Epilogue epilogue;
     void* out;  // float or bf16 [m, ld]
     int ld;
-    Best* best = nullptr;               // [m] of this thread, for kLogits
+    Best* best = nullptr;                 // [m] of this thread, for kLogits
     const uint8_t* next_phase = nullptr;  // weights that this thread will want after this product
 };
 

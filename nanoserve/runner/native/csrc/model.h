@@ -23,9 +23,9 @@ struct NsLinear {
 struct NsLayer {
     NsLinear qkv, output, gate_up, down;
     const float *input_norm, *post_attention_norm, *mlp_norm, *post_mlp_norm;  // the second and last with post_norms
-    const float *q_norm, *k_norm;  // [head_dim] or null
-    const float *rope_cos, *rope_sin;  // [positions, head_dim/2]
-    int32_t window;  // 0: causal
+    const float *q_norm, *k_norm;                                              // [head_dim] or null
+    const float *rope_cos, *rope_sin;                                          // [positions, head_dim/2]
+    int32_t window;                                                            // 0: causal
     int32_t reserved;
 };
 
@@ -46,7 +46,8 @@ void ns_model_free(NsModel* model);
 
 int64_t ns_packed_bytes(int32_t format, int32_t n, int32_t k);
 // source_type: 0 bf16 rows, 1 fp32 rows (to kQ8), else a GGUF type number whose blocks are taken as they are.
-void ns_pack(uint8_t* panels, const void* source, int32_t source_type, int32_t n, int32_t k, int32_t paired, int32_t threads);
+void ns_pack(uint8_t* panels, const void* source, int32_t source_type, int32_t n, int32_t k, int32_t paired,
+             int32_t threads);
 // For tests and measurements: y[m, n] = x W^T (fp32, n padded to 32), and the read bandwidth of memory in GB/s.
 void ns_matmul(const NsLinear* weight, const uint16_t* x, int32_t m, float* y, int32_t threads);
 double ns_read_bandwidth(const uint8_t* memory, int64_t bytes, int32_t threads);

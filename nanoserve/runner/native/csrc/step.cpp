@@ -26,8 +26,13 @@ void rms_norm(const float* v, const float* weight, int n, float eps, Write write
 }  // namespace
 
 Step::Step(Model& model, const NsBatch& batch, float* logits, int32_t* greedy)
-    : model_(model), config_(model.config), batch_(batch), logits_(logits), greedy_(greedy),
-      threads_(model.team.size()), one_token_rows_(batch.rows == batch.tokens) {
+    : model_(model),
+      config_(model.config),
+      batch_(batch),
+      logits_(logits),
+      greedy_(greedy),
+      threads_(model.team.size()),
+      one_token_rows_(batch.rows == batch.tokens) {
     private_rows_ = batch.tokens <= kPrivateRows;
 }
 
@@ -81,8 +86,10 @@ const AttentionPlan& Step::plan_for(int layer) const {
 }
 
 bool Step::make_buffers() {
-    const size_t rows = batch_.tokens, hidden = config_.hidden, heads = static_cast<size_t>(config_.heads) * config_.head_dim;
-    const size_t qkv = heads + 2 * static_cast<size_t>(config_.kv_heads) * config_.head_dim, logit_rows = batch_.logit_rows;
+    const size_t rows = batch_.tokens, hidden = config_.hidden,
+                 heads = static_cast<size_t>(config_.heads) * config_.head_dim;
+    const size_t qkv = heads + 2 * static_cast<size_t>(config_.kv_heads) * config_.head_dim,
+                 logit_rows = batch_.logit_rows;
     size_t slots = last_plan_.num_slots, groups = last_plan_.num_groups;
     for (const AttentionPlan& plan : plans_) {
         slots = std::max<size_t>(slots, plan.num_slots);
@@ -91,10 +98,13 @@ bool Step::make_buffers() {
     const size_t partial = static_cast<size_t>(model_.shape.group()) * (config_.head_dim + 2);
     const size_t privates = private_rows_ ? threads_ : 0;
     private_stride_ = rows * hidden;
-    decoded_stride_ = static_cast<size_t>(kPanel) * std::max({config_.hidden, config_.intermediate, static_cast<int>(heads)});
+    decoded_stride_ =
+        static_cast<size_t>(kPanel) * std::max({config_.hidden, config_.intermediate, static_cast<int>(heads)});
     const size_t floats = rows * (hidden * 2 + qkv) + privates * private_stride_ + slots * partial;
-    const size_t halves = rows * (hidden + 2 * heads + config_.intermediate) + privates * private_stride_ + threads_ * decoded_stride_;
-    if (!model_.arena.reserve(floats * 4 + halves * 2 + threads_ * logit_rows * sizeof(Best) + groups * sizeof(int) + 4096))
+    const size_t halves =
+        rows * (hidden + 2 * heads + config_.intermediate) + privates * private_stride_ + threads_ * decoded_stride_;
+    if (!model_.arena.reserve(floats * 4 + halves * 2 + threads_ * logit_rows * sizeof(Best) + groups * sizeof(int) +
+                              4096))
         return false;
     Arena& arena = model_.arena;
     arena.rewind();
@@ -120,7 +130,8 @@ bool Step::run() {
     if (batch_.tokens == 0) return true;
     make_pages();
     for (const Layer& layer : model_.layers)
-        if (std::none_of(plans_.begin(), plans_.end(), [&](const auto& plan) { return plan.window == layer.raw.window; }))
+        if (std::none_of(plans_.begin(), plans_.end(),
+                         [&](const auto& plan) { return plan.window == layer.raw.window; }))
             plans_.push_back(plan_attention(layer.raw.window, false));
     if (batch_.logit_rows < batch_.tokens) last_plan_ = plan_attention(model_.layers.back().raw.window, true);
     if (!make_buffers()) return false;
@@ -231,7 +242,8 @@ void Step::rotate_head(const Layer& layer, int token, int kv_head, bf16* kv) {
     const float* value = key + static_cast<size_t>(config_.kv_heads) * head_dim;
     float turned[kMaxHeadDim];
     turn(key, layer.raw.k_norm, [&](int j, __m512 v) { _mm512_storeu_ps(turned + j, v); });
-    write_kv(model_.shape, kv, page_table_[token][position / kPageTokens], position % kPageTokens, kv_head, turned, value);
+    write_kv(model_.shape, kv, page_table_[token][position / kPageTokens], position % kPageTokens, kv_head, turned,
+             value);
 }
 
 void Step::rotate(int thread, const Layer& layer, bf16* kv) {
@@ -257,34 +269,43 @@ void Step::attend(int thread, const AttentionPlan& plan, const Layer& layer, bf1
     }
 }
 
-void Step::run_item(int thread, const AttentionPlan& plan, const AttentionItem& item, const AttentionItem* next, bf16* kv) {
+void Step::run_item(int thread, const AttentionPlan& plan, const AttentionItem& item, const AttentionItem* next,
+                    bf16* kv) {
     AttentionScratch& scratch = *model_.attention_scratch[thread];
     const Tile& tile = plan.tiles[item.tile];
     const int rows = tile.num_tokens * model_.shape.group();
     for (int segment = item.begin; segment < item.end; ++segment) {
         const bool more = segment + 1 < item.end;
         const Tile* ahead = tile.num_tokens > 1 ? nullptr : more ? &tile : next ? &plan.tiles[next->tile] : nullptr;
-        const Partial result = item.slot >= 0 ? slot(item.slot) : segment == item.begin ? scratch.running : scratch.current;
+        const Partial result = item.slot >= 0          ? slot(item.slot)
+                               : segment == item.begin ? scratch.running
+                                                       : scratch.current;
         attend_segment(model_.shape, plan.window, q_, kv, tile, item.kv_head, segment, ahead,
-                       more ? item.kv_head : next ? next->kv_head : 0, more ? segment + 1 : next ? next->begin : 0,
+                       more   ? item.kv_head
+                       : next ? next->kv_head
+                              : 0,
+                       more   ? segment + 1
+                       : next ? next->begin
+                              : 0,
                        scratch, result);
         if (segment > item.begin) merge(scratch.running, scratch.current, rows, config_.head_dim);
     }
     if (item.slot >= 0)
-        merge_group(thread, plan, item);
+        merge_group(plan, item);
     else
         finish_attention(model_.shape, scratch.running, tile, item.kv_head, attended_);
 }
 
 // The thread that finishes the last segment of a head merges all of them, in order.
-void Step::merge_group(int, const AttentionPlan& plan, const AttentionItem& item) {
+void Step::merge_group(const AttentionPlan& plan, const AttentionItem& item) {
     const Tile& tile = plan.tiles[item.tile];
     const int begin = tile.segment_begin(plan.window), count = tile.segment_end() - begin;
     std::atomic<int>& finished = finished_[item.group];
     if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
     finished.store(0, std::memory_order_relaxed);
     const int first_slot = item.slot - (item.begin - begin);
-    for (int i = 1; i < count; ++i) merge(slot(first_slot), slot(first_slot + i), model_.shape.group(), config_.head_dim);
+    for (int i = 1; i < count; ++i)
+        merge(slot(first_slot), slot(first_slot + i), model_.shape.group(), config_.head_dim);
     finish_attention(model_.shape, slot(first_slot), tile, item.kv_head, attended_);
 }
 
@@ -296,7 +317,8 @@ void Step::keep_logit_rows(int thread) {
     for (int i = 0; i < batch_.logit_rows; ++i) {  // ascending, so a row never overwrites one still needed
         const size_t from = batch_.logit_tokens[i];
         if (mine) std::memmove(attended_ + i * heads, attended_ + from * heads, heads * sizeof(bf16));
-        if (mine || every) std::memmove(residual(thread) + i * hidden, residual(thread) + from * hidden, hidden * sizeof(float));
+        if (mine || every)
+            std::memmove(residual(thread) + i * hidden, residual(thread) + from * hidden, hidden * sizeof(float));
     }
 }
 

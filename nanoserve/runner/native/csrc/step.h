@@ -18,7 +18,7 @@ struct Layer {
 
 // Memory that grows and is reused; nothing in it lives from step to step.
 class Arena {
-   public:
+ public:
     ~Arena();
     bool reserve(size_t bytes);
     void rewind() { used_ = 0; }
@@ -30,7 +30,7 @@ class Arena {
     }
     static size_t padded(size_t bytes) { return (bytes + 63) & ~size_t{63}; }
 
-   private:
+ private:
     uint8_t* base_ = nullptr;
     size_t size_ = 0, used_ = 0;
 };
@@ -68,11 +68,11 @@ struct Model {
 };
 
 class Step {
-   public:
+ public:
     Step(Model& model, const NsBatch& batch, float* logits, int32_t* greedy);
     bool run();
 
-   private:
+ private:
     // Before the team starts.
     void make_pages();
     AttentionPlan plan_attention(int window, bool logit_tokens_only) const;
@@ -90,12 +90,15 @@ class Step {
     void finish_layer(int thread, int index);
     void project_logits(int thread);
     // Inside phases.
-    float* residual(int thread) { return private_rows_ && config_.post_norms ? x_private_ + thread * private_stride_ : x_; }
+    float* residual(int thread) {
+        return private_rows_ && config_.post_norms ? x_private_ + thread * private_stride_ : x_;
+    }
     bf16* normed(int thread) { return private_rows_ ? h_private_ + thread * private_stride_ : h_; }
     void norm_row(int thread, int row, const float* post_norm, const float* norm);
     void rotate_head(const Layer& layer, int token, int kv_head, bf16* kv);
-    void run_item(int thread, const AttentionPlan& plan, const AttentionItem& item, const AttentionItem* next, bf16* kv);
-    void merge_group(int thread, const AttentionPlan& plan, const AttentionItem& item);
+    void run_item(int thread, const AttentionPlan& plan, const AttentionItem& item, const AttentionItem* next,
+                  bf16* kv);
+    void merge_group(const AttentionPlan& plan, const AttentionItem& item);
     Partial slot(int index) const;
     const uint8_t* first(int thread, const Linear& weight, int rows) const {
         return first_panel(weight, rows, thread, model_.team.size());
@@ -108,8 +111,8 @@ class Step {
     int32_t* const greedy_;
     const int threads_;
     const bool one_token_rows_;
-    bool private_rows_ = false;  // few rows: every thread norms all of them itself, which saves a barrier
-    std::vector<int> pages_;     // per row its page table
+    bool private_rows_ = false;           // few rows: every thread norms all of them itself, which saves a barrier
+    std::vector<int> pages_;              // per row its page table
     std::vector<const int*> page_table_;  // per token
     std::vector<AttentionPlan> plans_;
     AttentionPlan last_plan_;

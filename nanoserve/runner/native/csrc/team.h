@@ -16,7 +16,7 @@ namespace ns {
 constexpr int kMaxThreads = 64;
 
 class Team {
-   public:
+ public:
     explicit Team(int num_threads);
     ~Team();
     Team(const Team&) = delete;
@@ -45,7 +45,7 @@ class Team {
         generation_.wait(mine, std::memory_order_acquire);
     }
 
-   private:
+ private:
     static constexpr int kSpins = 4000;
     void work(int thread);
 
@@ -63,7 +63,7 @@ class Team {
 //
 // Two sets of cursors alternate, because a fast thread prepares the next phase while a slow one still reads this one.
 class Phases {
-   public:
+ public:
     explicit Phases(Team& team) : team_(team) {}
 
     static int share_begin(int total, int thread, int threads) {
@@ -95,7 +95,7 @@ class Phases {
         return -1;
     }
 
-   private:
+ private:
     struct alignas(64) Cursor {
         std::atomic<int> next{0};
         int end = 0;
