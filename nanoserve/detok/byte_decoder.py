@@ -3,7 +3,7 @@
 Allowed only for vocabularies whose `TokenTable` has been proved. A token of whole characters costs one list access;
 a part of a character goes through `take_utf8`, which knows invalid bytes from unfinished ones at once, so that
 nothing is held that no further byte can change. Where the first token of a text is special (a leading space is
-dropped), the window decoder says how a text begins.
+dropped), the window decoder says how a text begins, up to its first whole character.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ByteDecoder:
         shown, all_texts, parts = self._shown, self._texts, self._table.parts
         for chunk in chunks:
             stream, token_ids, per_token = chunk
-            if not stream.context:
+            if not stream.context or stream.held:  # what a window holds only a window can finish
                 first.append(chunk)
                 out.append(None)
                 continue

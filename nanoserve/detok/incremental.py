@@ -33,6 +33,8 @@ _MAX_MEMO = 65536
 _UNKNOWN = -1
 _GO_ON = -1  # in place of a surr row: the text of the last read row
 _NOTHING = -2  # in place of a surr row: there is no left context
+# Errors that no tokenizer raised. Everything else may be its own: a panic of `tokenizers`' Rust code is no Exception.
+NOT_A_TOKENIZERS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 REPLACEMENT = "\ufffd"
 
 
@@ -113,17 +115,15 @@ class WindowDecoder:
         self._anchor = find_anchor(tokenizer, self._apart_or_special)
         self._memo: dict[int | tuple[int, ...], int] = {}  # context -> its certain characters
         self._pairs: dict[int | tuple[int, ...], str] = {}  # whole context and new token -> its text, where whole too
-        self._strips_first_space = self._decode([[self._byte_id(0x20)]]) == [""] if self._byte_values else False
-
-    def _byte_id(self, value: int) -> int:
-        return next(token_id for token_id, byte in self._byte_values.items() if byte == value)
+        space = next((token_id for token_id, byte in self._byte_values.items() if byte == 0x20), None)
+        self._strips_first_space = space is not None and self._text([space]) == ""
 
     def open(self, prompt_tail: Sequence[int], *, skip_special: bool) -> TextStream:
         """A stream whose left context is the prompt's tail up to its last whole character."""
         apart = self._apart_or_special if skip_special else self._apart
         context = [token_id for token_id in prompt_tail if token_id not in apart and token_id >= 0]
         if self._holds:
-            while context and self._decode([context])[0].endswith(REPLACEMENT):
+            while context and ((text := self._text(context)) is None or text.endswith(REPLACEMENT)):
                 context.pop()
         if not context and any(token_id in self._byte_values for token_id in prompt_tail):
             context = list(self._anchor)  # there was text, only none that can stand in a window
@@ -324,14 +324,13 @@ class WindowDecoder:
             return []
         try:
             return list(self._decode(rows))
-        except Exception:  # whatever a tokenizer raises, it is that row's fault alone
+        except NOT_A_TOKENIZERS:
+            raise
+        except BaseException:  # whatever a tokenizer raises, it is that row's fault alone
             return [self._text(row) for row in rows]
 
     def _text(self, row: list[int]) -> str | None:
-        try:
-            return self._decode([row])[0]
-        except Exception:
-            return None
+        return decode_or_none(self._tokenizer, row)
 
     def _decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         return self._tokenizer.decode_batch(rows, skip_special_tokens=False)
@@ -367,10 +366,22 @@ def _join_cuts(job: _Job) -> None:
 def _byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
     """Id to byte value of the `<0xNN>` tokens, if this tokenizer's decode takes them for bytes."""
     ids = {value: tokenizer.token_to_id(f"<0x{value:02X}>") for value in range(256)}
-    probe = ids[0x41]
-    if probe is None or tokenizer.decode([probe], skip_special_tokens=False) != "A":
+    probe, known = "é", [ids[byte] for byte in "é".encode()]
+    if None in known:
+        probe, known = "A", [ids[0x41]]
+    if None in known or tokenizer.decode([i for i in known if i is not None], skip_special_tokens=False) != probe:
         return {}
     return {token_id: value for value, token_id in ids.items() if token_id is not None}
+
+
+def decode_or_none(tokenizer: Tokenizer, row: Sequence[int]) -> str | None:
+    """The text of one row; None where the tokenizer fails on it, whatever it raises."""
+    try:
+        return tokenizer.decode_batch([row], skip_special_tokens=False)[0]
+    except NOT_A_TOKENIZERS:
+        raise
+    except BaseException:
+        return None
 
 
 def find_anchor(tokenizer: Tokenizer, apart: frozenset[int]) -> list[int]:
@@ -379,7 +390,7 @@ def find_anchor(tokenizer: Tokenizer, apart: frozenset[int]) -> list[int]:
     for token_id in candidates:
         if token_id in apart:
             continue
-        text = tokenizer.decode([token_id], skip_special_tokens=False)
-        if text.isascii() and text.strip().isalnum():
+        text = decode_or_none(tokenizer, [token_id])
+        if text is not None and text.isascii() and text.strip().isalnum():
             return [token_id]
     return []

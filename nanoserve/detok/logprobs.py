@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import msgspec
 
-from nanoserve.detok.incremental import WindowDecoder, find_anchor, take_utf8
+from nanoserve.detok.incremental import WindowDecoder, decode_or_none, find_anchor, take_utf8
 from nanoserve.detok.token_table import TokenTable
 from nanoserve.ipc.messages import RowLogprobs, TokenText
 from nanoserve.tokenizer import Tokenizer
@@ -67,8 +67,8 @@ class TokenNames:
     def _text(self, token_id: int) -> str:
         text = self._texts.get(token_id)
         if text is None:
-            text = self._tokenizer.decode([*self._anchor, token_id], skip_special_tokens=False)[self._head :]
-            self._texts[token_id] = text
+            whole = decode_or_none(self._tokenizer, [*self._anchor, token_id])
+            text = self._texts[token_id] = "" if whole is None else whole[self._head :]
         return text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,16 @@ def byte_level() -> HFTokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIALS, initial_alphabet=alphabet)
     backend.train_from_iterator(CORPUS, trainer)
+    return _saved(backend)
+
+
+@cache
+def byte_level_stripped() -> HFTokenizer:
+    """Bytes as letters, yet the first space is dropped: a text may begin with a part of a character."""
+    plain = json.loads(byte_level().backend.to_str())
+    steps = [decoders.ByteLevel(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend = Backend.from_str(json.dumps(plain))
+    backend.decoder = decoders.Sequence(steps)
     return _saved(backend)
 
 
@@ -99,6 +110,7 @@ def _saved(backend: Backend) -> HFTokenizer:
 
 FAMILIES = {
     "byte_level": byte_level,
+    "byte_level_stripped": byte_level_stripped,
     "word_piece": word_piece,
     "unigram": unigram,
     "llama2": llama2,
@@ -134,3 +146,25 @@ def reference(tokenizer: HFTokenizer, token_ids: list[int], tail: list[int] = []
     text += run.decode("utf-8", "replace")
     strips = tokenizer.decode([tokenizer.token_to_id("▁") or 0], skip_special_tokens=False) == ""
     return text.removeprefix(" ") if strips and not context else text
+
+
+POISON = 77
+
+
+class Panic(BaseException):
+    """As pyo3 raises a panic of Rust code: no Exception."""
+
+
+class Breaking(HFTokenizer):
+    """A tokenizer whose native code panics on one id."""
+
+    def __init__(self, inner: HFTokenizer) -> None:
+        self.__dict__.update(inner.__dict__)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
+
+    def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
+        if any(POISON in row for row in rows):
+            raise Panic("index out of bounds")
+        return super().decode_batch(rows, skip_special_tokens=skip_special_tokens)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
 
 from nanoserve.detok.byte_decoder import ByteDecoder
 from nanoserve.detok.incremental import Decoder, WindowDecoder, take_utf8
 from nanoserve.detok.token_table import build_table
 from nanoserve.tokenizer import HFTokenizer
-from tests.unit.detok_tokenizers import CORPUS, FAMILIES, byte_level, gemma_like, llama2, reference
+from tests.unit.detok_tokenizers import CORPUS, FAMILIES, POISON, Breaking, byte_level, gemma_like, llama2, reference
 
 _decoders: dict[tuple[str, str], Decoder] = {}
 
@@ -245,22 +248,13 @@ def test_a_text_may_begin_with_byte_tokens(raw: bytes) -> None:
             assert "".join(deltas) == tokenizer.decode(ids)
 
 
-class Breaking(Counting):
-    """Raises for rows with one certain id."""
-
-    poison = 77
-
-    def decode_batch(self, rows: list[list[int]], *, skip_special_tokens: bool = True) -> list[str]:
-        if any(self.poison in row for row in rows):
-            raise RuntimeError("native code said no")
-        return super().decode_batch(rows, skip_special_tokens=skip_special_tokens)
-
-
 def test_a_row_that_cannot_be_decoded_fails_alone() -> None:
-    decoder = WindowDecoder(Breaking(byte_level()))  # type: ignore[arg-type]
-    good, bad = decoder.open([], skip_special=True), decoder.open([], skip_special=True)
+    tokenizer = Breaking(byte_level())
+    decoder = WindowDecoder(tokenizer)
+    good, bad = decoder.open([POISON], skip_special=True), decoder.open([], skip_special=True)
     ids = byte_level().encode("fox", add_special_tokens=False)
-    assert decoder.decode([(good, ids, False), (bad, [77], False)]) == [["fox"], None]
+    assert decoder.decode([(good, ids, False), (bad, [POISON], False)]) == [["fox"], None]
+    assert build_table(tokenizer) is None
 
 
 _lead = st.sampled_from(
@@ -283,3 +277,15 @@ def test_utf8_taken_in_pieces_is_utf8(raw: bytes, size: int) -> None:
 def test_half_a_surrogate_is_invalid_at_once() -> None:
     assert take_utf8(b"\xed", b"\xa9") == ("\ufffd\ufffd", b"")
     assert take_utf8(b"\xed", b"\x9f") == ("", b"\xed\x9f")
+
+
+def test_few_byte_tokens_are_byte_tokens_too() -> None:
+    """A vocabulary may have those alone that its text needs."""
+    plain = json.loads(gemma_like().backend.to_str())
+    for value in range(0x80):
+        del plain["model"]["vocab"][f"<0x{value:02X}>"]
+    tokenizer = copy.copy(gemma_like())
+    tokenizer.backend = Backend.from_str(json.dumps(plain))
+    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") or 0 for byte in b"\xe2\x82\xac\xff"]
+    decoder = WindowDecoder(tokenizer)
+    assert "".join(stream_text(decoder, ids, [1] * 4, [], skip=True, per_token=False)) == "€\ufffd"

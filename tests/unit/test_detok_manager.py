@@ -21,11 +21,22 @@ from nanoserve.ipc.messages import (
     FinishReason,
     Opened,
     Resync,
+    RowLogprobs,
     TextSpec,
     TokenBatch,
 )
 from tests.unit.detok_ring import Ring
-from tests.unit.detok_tokenizers import CORPUS, FAMILIES, SPECIALS, byte_level, gemma_like, llama2, reference
+from tests.unit.detok_tokenizers import (
+    CORPUS,
+    FAMILIES,
+    POISON,
+    SPECIALS,
+    Breaking,
+    byte_level,
+    gemma_like,
+    llama2,
+    reference,
+)
 
 TOKENIZER = byte_level()
 
@@ -420,6 +431,22 @@ def test_an_id_outside_the_vocabulary_ends_that_request_alone() -> None:
     assert ring.of(2).text == "The quick brown fox"
     assert {abort.cause for abort in ring.engine.aborts} == {AbortCause.TEXT_FAILED}
     assert ring.detok.num_tracked == 0
+
+
+def test_a_tokenizer_that_panics_ends_the_request_alone_that_has_such_a_token() -> None:
+    """Also where the token is only the prompt's, or only a name beside a logprob."""
+    ring = Ring(Breaking(TOKENIZER), detokenizer="auto")
+    fox = ids_of("The quick brown fox")
+    scores = [RowLogprobs(0, [-1.0], [0], [[POISON]], [[-2.0]]) for _ in fox]
+    ring.engine.add(1, [*ids_of("The"), POISON, 5], TextSpec())
+    ring.engine.add(2, fox, TextSpec(prompt_tail=(POISON,)))
+    ring.engine.add(3, fox, TextSpec(), scores=scores)
+    ring.run()
+    assert ring.detok.decoder_name == "window"
+    end = ring.of(1).finished
+    assert end is not None and end.finished.reason is FinishReason.ERROR
+    assert [ring.of(i).text for i in (2, 3)] == ["The quick brown fox"] * 2
+    assert len(ring.of(3).entries) == len(fox)
 
 
 def test_text_options_that_cannot_be_read_are_that_requests_error() -> None:
