@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -34,6 +35,8 @@ def serve_command(argv: Sequence[str], *, prog: str = "nanoserve serve") -> int:
     except NanoserveError as error:
         sys.stderr.write(f"nanoserve: {error}\n")
         return 1
+    except KeyboardInterrupt:  # before the supervisor has taken the signals over
+        return 128 + signal.SIGINT
 
 
 def bench_command(argv: Sequence[str]) -> int:

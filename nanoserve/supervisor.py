@@ -151,7 +151,8 @@ class Supervisor:
             return
         if child.role == "api":
             self._engine.send(ApiGone(child.index, child.incarnation))  # at once, not when it is back
-        if child.role == "engine" and code in (-signal.SIGKILL, -signal.SIGTERM) and not child.condemned:
+        told_to_end = code in (0, -signal.SIGKILL, -signal.SIGTERM)
+        if child.role == "engine" and told_to_end and not child.condemned:
             self._endpoints.step_record(child.index).unlink(missing_ok=True)  # no request is to blame
         now = time.monotonic()
         lived_s = now - child.ready_since if child.ready_once else 0.0
@@ -288,7 +289,7 @@ class Supervisor:
             self._pump(max(1, min(self._restarts.patience_ms(now, _TURN_MS), int((deadline - now) * 1000))))
             for child, code in self._children.reap():
                 if child in children:
-                    codes.append(code)
+                    codes.append(code if child.ready_once else 0)  # one that never served cut nobody's stream
                 elif self._board.status.draining and self._children.living("api"):
                     self._on_death(child, code)  # the streams that are finishing need it
             self._restart_due()

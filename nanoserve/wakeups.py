@@ -25,8 +25,9 @@ class Wakeups:
         self._epoll = select.epoll()
         self._signal_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._signal_fd, select.EPOLLIN)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` leaves SIGHUP
+                signal.signal(number, self._on_signal)
 
     def _on_signal(self, *_: object) -> None:
         self.stops += 1

@@ -274,5 +274,9 @@ class EngineCore:
     def shut_down(self) -> TokenBatch | None:
         """Ends all live requests; the batch carries their terminal records."""
         self._finish(self.scheduler.abort(self.scheduler.live_ids(), AbortCause.SHUTDOWN, self._clock()))
-        self._executor.close()
+        self.close()
         return self.take_news()
+
+    def close(self) -> None:
+        """Ends the executor; requests are left as they are."""
+        self._executor.close()

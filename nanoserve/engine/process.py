@@ -115,7 +115,9 @@ def serve(core: EngineCore, inbox: SuspectInbox, outbox: Outbox, link: ProcessLi
             status.update(core.stats(), now_ns)
             if not core.has_work:
                 send(core.heartbeat())
-    send(core.shut_down())
+    # No request is told of an end: a server that stops has none left, and where this process alone was told to stop,
+    # api gives them to its next life.
+    core.close()
 
 
 def load_executor(

@@ -162,6 +162,30 @@ def test_sigterm_lets_live_streams_finish(start_server: StartServer) -> None:
     assert server.wait_exit() == 0
 
 
+def test_a_stop_signal_to_every_process_is_still_a_drain(start_server: StartServer) -> None:
+    """As systemd sends it: what the live streams need comes back for as long as they last."""
+    server = start_server("sim", "--sim-step-ms", "20", "--drain-timeout", "30")
+    events = server.stream("/v1/completions", {"model": "sim", "prompt": "one two three", "max_tokens": 60})
+    first = next(events)
+    for pid in (server.pids["engine-0"], server.pids["detok-0"], server.pids["api-0"], server.pid):
+        os.kill(pid, signal.SIGTERM)
+    rest = list(events)
+    assert rest[-1] == "[DONE]"
+    choices = [json.loads(event)["choices"][0] for event in [first, *rest[:-1]]]
+    assert choices[-1]["finish_reason"] == "length"
+    assert server.wait_exit() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_while_it_starts_cuts_no_stream(number: signal.Signals, start_server: StartServer) -> None:
+    server = start_server("sim", wait=False)
+    server.wait_for_output("listening")
+    time.sleep(0.2)  # the api has been started and cannot take a signal yet
+    server.send_signal(number)
+    assert server.wait_exit() == 0
+    assert "Traceback" not in server.output
+
+
 def test_drain_timeout_cuts_streams_with_an_error_event_and_code_75(start_server: StartServer) -> None:
     server = start_server("sim", "--sim-step-ms", "50", "--drain-timeout", "0.5")
     events = server.stream("/v1/completions", {"model": "sim", "prompt": "one two three", "max_tokens": 2000})

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoserve import cli
+from nanoserve.__main__ import serve_command
 from nanoserve.cli import build_parser, dump_config, load_config, options, parse_size
 from nanoserve.config import ServerConfig
 from nanoserve.errors import ConfigError
@@ -167,6 +168,14 @@ def test_wrong_files_are_named(content: str, words: list[str], tmp_path: Path) -
 def test_wrong_variables_are_named() -> None:
     assert "NANOSERVE_PORT" in error([], {"NANOSERVE_PORT": "x"})
     assert "NANOSERVE_PREFIX_CACHE" in error([], {"NANOSERVE_PREFIX_CACHE": "maybe"})
+
+
+def test_ctrl_c_before_the_server_listens_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nanoserve.supervisor.serve", interrupted)
+    assert serve_command([]) == 130
 
 
 def test_a_kubernetes_service_called_nanoserve_does_no_harm() -> None:
