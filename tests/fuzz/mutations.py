@@ -26,8 +26,10 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"a": 1}, "presence_penalty": 0.1, "timeout_s": 9}),
 ]
 NUMBERS: list[Any] = [0, -1, 1, 2, 7, 49151, 49152, 2**31, 2**32, 2**63, -(2**63) - 1, 2**70, 1.5, -0.0, 1e308, 5e-324]
+MARK = "Zq7marker"  # no error may repeat it
 ODD: list[Any] = [
-    *NUMBERS, None, True, False, "", "x", "\ud800", "\udfff\ud800", "\x00", "\U0010ffff", "a" * 5000, "true", "{}",
+    *NUMBERS, MARK, [MARK], {MARK: MARK}, {"type": MARK, "role": MARK, "content": MARK}, None, True, False,
+    "", "x", "\ud800", "\udfff\ud800", "\x00", "\U0010ffff", "a" * 5000, "true", "{}",
     [], [[]], [None], [[1], "a"], [1, -1], ["", ""], [True], [[[1]]], ["a"] * 300, {}, {"a": {}}, {"type": "text"},
     {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x"}}, {"": None}, {"1": 1e308, "2": -1},
 ]  # fmt: skip
@@ -38,7 +40,7 @@ FIELDS = [
     "request_id", "rid", "cache_salt", "truncate_prompt_tokens", "return_token_ids", "model", "messages", "prompt",
     "allowed_token_ids", "bad_words", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens",
     "add_special_tokens", "continue_final_message", "add_generation_prompt", "chat_template", "chat_template_kwargs",
-    "user", "zzz",
+    "user", MARK,
 ]  # fmt: skip
 RAW = (
     b"", b"null", b"[1]", b'"x"', b"{", b"}", b"{}{}", b"\xff\xfe{\x00", b"\xef\xbb\xbf{}", b"{" * 3000, b"[" * 60_000,

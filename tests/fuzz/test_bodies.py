@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.e2e.harness import Server, is_alive, wait_until
-from tests.fuzz.mutations import Body, make_body
+from tests.fuzz.mutations import MARK, Body, make_body
 from tests.sse_grammar import SseParser, check_error, read_stream
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -86,6 +86,7 @@ def check_answer(body: Body, status: int, kind: str, answer: bytes) -> None:
     if status != 200:
         refusal = json.loads(answer)
         check_error(refusal)
+        assert MARK.encode() not in answer, "it repeats the input"
         assert refusal["error"]["code"] == status and "engine" not in refusal["error"]["message"].lower()
     elif kind == "text/event-stream":
         parser = SseParser()
