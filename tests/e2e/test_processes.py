@@ -169,6 +169,7 @@ def test_a_stop_signal_to_every_process_is_still_a_drain(start_server: StartServ
     first = next(events)
     for pid in (server.pids["engine-0"], server.pids["detok-0"], server.pids["api-0"], server.pid):
         os.kill(pid, signal.SIGTERM)
+        time.sleep(0.2)  # each has ended before the next one hears of it
     rest = list(events)
     assert rest[-1] == "[DONE]"
     choices = [json.loads(event)["choices"][0] for event in [first, *rest[:-1]]]
