@@ -19,7 +19,7 @@ from nanoserve.runner.philox import uniforms
 from nanoserve.sched.plan import NewRequest, PlanRow, RowError, StepPlan, StepResult, StepTimes, TokenScores
 
 _FORCING_BIAS = 100.0
-_MAX_DEFAULT_BLOCKS = 1 << 18
+_MAX_DEFAULT_BLOCKS = 1 << 17
 _DEFAULT_MODEL_LEN = 32768
 _LOGPROB_STEP = 0.7  # made-up scores: token of rank r has log-probability -r * this
 

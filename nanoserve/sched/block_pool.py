@@ -23,7 +23,11 @@ ChainHash = Callable[[BlockKey, Sequence[int]], BlockKey]
 
 def chain_hash(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
     """The key of a block that holds `token_ids` after the block with key `parent`."""
-    return blake2b(array("q", token_ids).tobytes(), key=parent, digest_size=16).digest()
+    return blake2b(_pack(token_ids), key=parent, digest_size=16).digest()
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    return array("q", token_ids).tobytes()
 
 
 def root_key(cache_salt: str) -> BlockKey:
@@ -38,7 +42,7 @@ class Block:
     num_holders: int = 0
     key: BlockKey | None = None
     parent: BlockKey | None = None
-    token_ids: tuple[int, ...] = ()
+    token_ids: bytes = b""  # packed: a tuple of ints would take seven times the memory, for each block of the cache
 
 
 class BlockPool:
@@ -121,7 +125,7 @@ class BlockPool:
                 break
             block = self._blocks[block_id]
             ids = token_ids[index * self.block_size : (index + 1) * self.block_size]
-            if block.token_ids != tuple(ids) or (index > 0 and block.parent != keys[index - 1]):
+            if block.token_ids != _pack(ids) or (index > 0 and block.parent != keys[index - 1]):
                 break
             hits.append(block_id)
         return hits
@@ -137,7 +141,7 @@ class BlockPool:
         block = self._blocks[block_id]
         assert block.num_holders > 0, f"block {block_id} is registered without a holder"
         if self.caching and block.key is None and key not in self._cached:
-            block.key, block.parent, block.token_ids = key, parent, tuple(token_ids)
+            block.key, block.parent, block.token_ids = key, parent, _pack(token_ids)
             self._cached[key] = block_id
 
     def forget_free(self) -> None:
@@ -149,7 +153,7 @@ class BlockPool:
         block = self._blocks[block_id]
         if block.key is not None:
             del self._cached[block.key]
-            block.key, block.parent, block.token_ids = None, None, ()
+            block.key, block.parent, block.token_ids = None, None, b""
 
     def check_invariants(self, tables: Sequence[Sequence[int]]) -> None:
         """AssertionError unless the holds equal `tables` (the block tables of all holders) and all maps agree."""

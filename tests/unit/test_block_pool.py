@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -130,3 +131,20 @@ def test_misuse_is_an_assertion() -> None:
 
 def test_salts_may_be_any_text() -> None:
     assert len({root_key(""), root_key("a"), root_key("\ud800"), root_key("b" * 10_000)}) == 4
+
+
+def test_the_books_of_a_cached_block_are_small() -> None:
+    """A pool of a hundred thousand blocks fills with time: what each costs is what the engine's memory grows by."""
+    count, size = 2000, 16
+    pool = BlockPool(count, size)
+    tracemalloc.start()
+    for number in range(count):
+        (block_id,) = pool.allocate(1)
+        ids = [1000 + number * size + place for place in range(size)]
+        keys: list[BlockKey] = []
+        pool.extend_keys(keys, ids, "")
+        pool.register(block_id, keys[0], None, ids)
+        pool.free([block_id])
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 450 * count

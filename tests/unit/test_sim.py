@@ -99,7 +99,7 @@ def test_facts():
 
 def test_the_default_pool_stays_small_enough_to_keep_books_of_and_holds_the_longest_request():
     config = ServerConfig(model=ModelConfig(model="sim", max_model_len=1 << 20))
-    assert create_sim_executor(config, VOCAB)[1].num_blocks == 1 << 18  # not 1 << 22, as 64 requests would like
+    assert create_sim_executor(config, VOCAB)[1].num_blocks == 1 << 17  # not 1 << 22, as 64 requests would like
     config = ServerConfig(model=ModelConfig(model="sim", max_model_len=1 << 24))
     assert create_sim_executor(config, VOCAB)[1].num_blocks == 1 << 20
 
