@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
+from math import isfinite
 
 from nanoserve.errors import RequestError
+from nanoserve.ipc.messages import SamplingParams
 from nanoserve.sched.request import Request
 
 
@@ -52,9 +55,25 @@ def check_admissible(request: Request, limits: SchedulerLimits, num_requests: in
     if min(request.token_ids) < 0 or max(request.token_ids) >= limits.vocab_size:
         message = f"The prompt contains a token id outside the vocabulary: ids are 0 to {limits.vocab_size - 1}."
         raise RequestError(message, param="prompt")
+    _check_sampling(request.sampling, limits.vocab_size)
     if num_requests >= limits.max_num_seqs + limits.max_num_queued and not request.num_output_tokens:
         message = "The engine is currently busy and cannot accept new requests. Please try again later."
         raise RequestError(message, status=503, error_type="service_unavailable_error", code="queue_full")
+
+
+def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    """What would break a step, and with it the requests beside this one. The edge has checked it, with better words."""
+    ids = [*sampling.logit_bias, *sampling.stop_token_ids, *chain.from_iterable(sampling.bad_words)]
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        raise RequestError(
+            f"The sampling fields name a token id outside the vocabulary: ids are 0 to {vocab_size - 1}."
+        )
+    if not -(2**63) <= sampling.seed < 2**63:
+        raise RequestError("`seed` must fit into 64 bits.", param="seed")
+    numbers = (sampling.temperature, sampling.top_p, sampling.min_p, sampling.presence_penalty)
+    numbers += (sampling.frequency_penalty, sampling.repetition_penalty, *sampling.logit_bias.values())
+    if not all(map(isfinite, numbers)):
+        raise RequestError("The sampling fields hold a number that is not finite.")
 
 
 def _too_long(prompt_len: int, limits: SchedulerLimits) -> str:

@@ -137,6 +137,27 @@ def test_a_prompt_as_long_as_the_context_is_refused_with_the_limit_and_one_less_
     assert run_to_end(scheduler, FakeExecutor(4)).finished[0].num_output_tokens == 1
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {100: 1.0}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {5: float("nan")}},
+        {"stop_token_ids": (100,)},
+        {"bad_words": ((5, 100),)},
+        {"seed": 2**63},
+        {"temperature": float("nan")},
+        {"repetition_penalty": float("inf")},
+    ],
+)
+def test_sampling_fields_that_would_break_a_step_are_refused(fields: dict[str, object]) -> None:
+    scheduler = make_scheduler()  # 100 tokens
+    with pytest.raises(RequestError) as error:
+        scheduler.add(make_request(1, **fields), 0)
+    assert error.value.status == 400
+    assert not scheduler.has_work
+
+
 def test_what_can_never_fit_into_the_pool_is_refused_and_the_rest_ends_at_the_pool() -> None:
     scheduler = make_scheduler(num_blocks=3, block_size=4)
     with pytest.raises(RequestError, match=r"KV cache of this server limits the context length to 12 tokens") as error:
