@@ -70,8 +70,8 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         )
     if not -(2**63) <= sampling.seed < 2**63:
         raise RequestError("`seed` must fit into 64 bits.", param="seed")
-    numbers = (sampling.temperature, sampling.top_p, sampling.min_p, sampling.presence_penalty)
-    numbers += (sampling.frequency_penalty, sampling.repetition_penalty, *sampling.logit_bias.values())
+    numbers = [sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty]
+    numbers += [sampling.presence_penalty, sampling.frequency_penalty, *sampling.logit_bias.values()]
     if not all(map(isfinite, numbers)):
         raise RequestError("The sampling fields hold a number that is not finite.")
 
