@@ -5,6 +5,7 @@ Runs in the launcher process only. Imports stay inside the commands: `--help` mu
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -24,6 +25,9 @@ usage: nanoserve COMMAND [options]
 """
 
 
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # what the operator can change
+
+
 def serve_command(argv: Sequence[str], *, prog: str = "nanoserve serve") -> int:
     """Starts a server and stays until it ends; returns the exit code (`nanoserve.cli.EXIT_CODES`)."""
     from nanoserve.cli import load_config
@@ -34,6 +38,11 @@ def serve_command(argv: Sequence[str], *, prog: str = "nanoserve serve") -> int:
         return serve(load_config(argv, os.environ, prog=prog))
     except NanoserveError as error:
         sys.stderr.write(f"nanoserve: {error}\n")
+        return 1
+    except OSError as error:
+        if error.errno not in _SCARCE:
+            raise
+        sys.stderr.write(f"nanoserve: the system has no more: {error.strerror}\n")
         return 1
     except KeyboardInterrupt:  # before the supervisor has taken the signals over
         return 128 + signal.SIGINT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from pathlib import Path
 
 import msgspec
@@ -176,6 +177,17 @@ def test_ctrl_c_before_the_server_listens_is_no_traceback(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("nanoserve.supervisor.serve", interrupted)
     assert serve_command([]) == 130
+
+
+def test_a_system_without_descriptors_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def starved(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("nanoserve.supervisor.serve", starved)
+    assert serve_command([]) == 1
+    assert capsys.readouterr().err == "nanoserve: the system has no more: Too many open files\n"
 
 
 def test_a_kubernetes_service_called_nanoserve_does_no_harm() -> None:
