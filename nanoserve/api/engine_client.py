@@ -2,6 +2,7 @@
 
 Owner process: api. Owns the one dict of live requests. `process` feeds `deliver` with what the inbox brings; handlers
 call `submit` and `abort`. Delivery is idempotent by absolute offsets: repeats are dropped, a gap ends that request.
+What stays silent for long is asked for again, so that no lost message leaves anybody waiting for ever.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from nanoserve.ipc.messages import (
     FinishReason,
     FlushCache,
     Release,
+    Resync,
     RowTokenTexts,
     SamplingParams,
     TextBatch,
@@ -33,6 +35,9 @@ from nanoserve.ipc.messages import (
 
 DEADLINE_WORD = "timeout"  # stop reason of a request that its deadline ended
 ABORTED_WORD = "abort_request"  # and of one that somebody else ended
+_SILENT_NS = 5_000_000_000  # then a request is asked for; after that with twice the patience each time
+_MOST_DOUBLINGS = 5
+_LOOK_NS = 1_000_000_000
 
 
 @dataclass(slots=True)
@@ -46,6 +51,7 @@ class ClientCounters:
     repeated_rows: int = 0
     gaps: int = 0
     resubmitted: int = 0
+    asked: int = 0  # requests that had been silent for long
 
 
 class LatencySink:
@@ -87,7 +93,9 @@ class EngineClient:
         self._clock_ns = clock_ns
         self._latency = latency or LatencySink()
         self._live: dict[int, RequestStream] = {}
-        self._ending: set[int] = set()  # aborted by us, terminal record still to come
+        self._ending: dict[int, int] = {}  # aborted by us, and when; terminal record still to come
+        self._reminded: set[int] = set()  # of those, the ones whose end we have asked for again
+        self._look_due_ns = 0
         self._engine_incarnation = 0
         self._encode_text_spec = msgspec.msgpack.Encoder().encode
 
@@ -123,7 +131,7 @@ class EngineClient:
         request_ids = [s.request_id for s in streams if self._live.pop(s.request_id, None) is not None]
         if not request_ids:
             return
-        self._ending.update(request_ids)
+        self._ending.update(dict.fromkeys(request_ids, self._clock_ns()))
         self.counters.aborted += len(request_ids)
         self._send(AbortRequest(request_ids=request_ids, cause=cause))
 
@@ -148,6 +156,7 @@ class EngineClient:
         self.note_engine(batch.engine_incarnation)
         for accepted in batch.accepted:
             if (stream := self._live.get(accepted.request_id)) is not None:
+                stream.heard_ns, stream.num_asked = self._clock_ns(), 0
                 stream.accept(accepted.queue_position, accepted.num_computed)
         for prompt in batch.prompt_logprobs:
             if (stream := self._live.get(prompt.request_id)) is not None:
@@ -171,9 +180,50 @@ class EngineClient:
     def resubmit_all(self) -> None:
         """Hands every live request to a new engine with the ids that are already here."""
         self._ending.clear()
+        self._reminded.clear()
+        now_ns = self._clock_ns()
         for stream in self._live.values():
-            self._send(msgspec.structs.replace(stream.request, output_token_ids=pack_ids(stream.output_ids)))
+            self._send(_with_output(stream))
             self.counters.resubmitted += 1
+            stream.heard_ns, stream.num_asked = now_ns, 0
+
+    def ask_for_silent(self, now_ns: int) -> None:
+        """Asks the engine for what has been silent for long: whatever was lost, on whichever edge, comes again.
+
+        A request that the engine has is not taken twice, and what it tells again is dropped where it is known. An end
+        that we asked for and that has not come is asked for once more. Called often; looks once a second.
+        """
+        if now_ns < self._look_due_ns:
+            return
+        was_away = now_ns - self._look_due_ns > _LOOK_NS  # this process did not run: what has come is still unread
+        self._look_due_ns = now_ns + _LOOK_NS
+        if was_away:
+            return
+        silent = [stream for stream in self._live.values() if now_ns - stream.heard_ns >= _patience_ns(stream)]
+        for stream in silent:
+            self._send(_with_output(stream))
+            stream.heard_ns = now_ns
+            stream.num_asked += 1
+        if silent:
+            self.counters.asked += len(silent)
+            self._send(Resync(request_ids=[stream.request_id for stream in silent]))
+        late = [request_id for request_id, at_ns in self._ending.items() if now_ns - at_ns >= _SILENT_NS]
+        if late:
+            self._remind_of_ends(late, now_ns)
+
+    def _remind_of_ends(self, request_ids: list[int], now_ns: int) -> None:
+        """Once each; an engine that does not answer then has no such request."""
+        again = [request_id for request_id in request_ids if request_id not in self._reminded]
+        for request_id in request_ids:
+            if request_id in self._reminded:
+                self._reminded.discard(request_id)
+                del self._ending[request_id]
+            else:
+                self._reminded.add(request_id)
+                self._ending[request_id] = now_ns
+        if again:
+            self._send(AbortRequest(request_ids=again, cause=AbortCause.CLIENT_GONE))
+            self._send(Resync(request_ids=again))
 
     def fail_all(self, failure: Failure) -> None:
         """Gives every live request a terminal record of our own making (the server is about to end)."""
@@ -221,6 +271,7 @@ class EngineClient:
                 stream, Failure(status=500, message="A part of the output was lost.", error_type="server_error")
             )
             return
+        stream.heard_ns, stream.num_asked = now_ns, 0
         if num_new <= 0:
             self.counters.repeated_rows += num_new < 0
             return
@@ -236,7 +287,8 @@ class EngineClient:
         stream = self._live.pop(request_id, None)
         if stream is None:
             if request_id in self._ending:
-                self._ending.discard(request_id)
+                del self._ending[request_id]
+                self._reminded.discard(request_id)
             else:
                 self.counters.late_rows += 1
             return
@@ -249,6 +301,14 @@ class EngineClient:
     def _end_with(self, stream: RequestStream, failure: Failure) -> None:
         self._live.pop(stream.request_id, None)
         stream.finish(TextFinished(Finished(request_id=stream.request_id, reason=FinishReason.ERROR, failure=failure)))
+
+
+def _with_output(stream: RequestStream) -> AddRequest:
+    return msgspec.structs.replace(stream.request, output_token_ids=pack_ids(stream.output_ids))
+
+
+def _patience_ns(stream: RequestStream) -> int:
+    return _SILENT_NS << min(stream.num_asked, _MOST_DOUBLINGS)
 
 
 def _with_prompt(record: TextFinished, stream: RequestStream, now_ns: int) -> TextFinished:

@@ -122,6 +122,7 @@ _CLIENT_COUNTERS = (
     ("api_repeated_rows", "repeated_rows", "rows that were here already"),
     ("api_stream_gaps", "gaps", "streams that lost a part"),
     ("requests_resubmitted", "resubmitted", "requests handed to a new engine"),
+    ("requests_asked_again", "asked", "requests that were silent for long and asked for again"),
 )
 Table = tuple[tuple[str, str, str], ...]
 

@@ -158,6 +158,7 @@ class ApiProcess:
             self._link.watchdog.feed()
             now_s = time.monotonic()
             self.context.tick(now_s)
+            self.context.client.ask_for_silent(time.monotonic_ns())
             await asyncio.sleep(TICK_S)
             worst_s = lag.note(time.monotonic() - now_s - TICK_S, time.monotonic())
             if worst_s is not None:

@@ -94,9 +94,11 @@ class RequestStream:
         "accepted",
         "finished",
         "first_ns",
+        "heard_ns",
         "index",
         "interval",
         "last_ns",
+        "num_asked",
         "num_chars",
         "num_computed",
         "output_ids",
@@ -122,6 +124,8 @@ class RequestStream:
         self.submitted_ns = request.arrival_ns
         self.first_ns = 0
         self.last_ns = 0
+        self.heard_ns = request.arrival_ns  # last sign of life, or when we last asked for one
+        self.num_asked = 0  # since then
         self._outlet = outlet
         self._num_taken = 0
         self._num_scored = 0  # logprob entries so far; they may lag behind the ids, with their text

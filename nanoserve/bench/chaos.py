@@ -1,8 +1,9 @@
 """`python -m nanoserve.bench.chaos`: streams run while processes are killed; every text must be the undisturbed one.
 
 Starts a server of its own. After one undisturbed round come rounds in each of which the detokenizer, the engine, or
-both get SIGKILL at a random moment. Told are lost and wrong streams, and the pause: the longest gap that a stream saw
-after the kill. Greedy, so that texts can be compared.
+both get SIGKILL at a random moment; then one in which each process, the api's too, is stopped (SIGSTOP) for some
+seconds. Told are lost and wrong streams, and the pause: the longest gap that a stream saw after the signal. Greedy, so
+that texts can be compared.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ class Server:
             if match := re.match(r"(\w+-\d+) \(pid (\d+)\) is back", line):
                 self.pids[match.group(1)] = int(match.group(2))
 
-    def kill(self, names: Sequence[str]) -> None:
+    def signal(self, names: Sequence[str], number: int) -> None:
         for name in names:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pids[name], signal.SIGKILL)
+                os.kill(self.pids[name], number)
 
     async def stop(self) -> int:
         self._process.send_signal(signal.SIGTERM)
@@ -106,15 +107,26 @@ async def run_stream(session: aiohttp.ClientSession, url: str, body: dict[str, A
 
 
 async def run_round(
-    session: aiohttp.ClientSession, server: Server, bodies: list[dict[str, Any]], victims: Sequence[str], after_s: float
+    session: aiohttp.ClientSession,
+    server: Server,
+    bodies: list[dict[str, Any]],
+    victims: Sequence[str],
+    after_s: float,
+    stop_s: float = 0.0,
 ) -> tuple[list[Stream], float]:
-    """All streams at once, and one kill `after_s` later; returns the streams and the moment of the kill."""
+    """All streams at once; `after_s` later the victims are killed, or stopped for `stop_s`.
+
+    Returns the streams and the moment of the signal.
+    """
     tasks = [asyncio.create_task(run_stream(session, server.url, body)) for body in bodies]
     killed = time.monotonic()
     if victims:
         await asyncio.sleep(after_s)
         killed = time.monotonic()
-        server.kill(victims)
+        server.signal(victims, signal.SIGSTOP if stop_s else signal.SIGKILL)
+        if stop_s:
+            await asyncio.sleep(stop_s)
+            server.signal(victims, signal.SIGCONT)
     return list(await asyncio.gather(*tasks)), killed
 
 
@@ -132,11 +144,13 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             begun = time.monotonic()
             right, _ = await run_round(session, server, bodies, (), 0)
             undisturbed_s = time.monotonic() - begun
-            for number in range(options.rounds):
-                victims = VICTIMS[number % len(VICTIMS)]
+            rounds = [(VICTIMS[number % len(VICTIMS)], 0.0) for number in range(options.rounds)]
+            if options.stop_seconds:
+                rounds += [((name,), options.stop_seconds) for name in server.pids]
+            for victims, stop_s in rounds:
                 after_s = draw.uniform(0.1, 0.8) * undisturbed_s
-                streams, killed = await run_round(session, server, bodies, victims, after_s)
-                results.append(_judge(streams, right, victims, killed))
+                streams, killed = await run_round(session, server, bodies, victims, after_s, stop_s)
+                results.append(_judge(streams, right, victims, killed, "stopped" if stop_s else "killed"))
                 sys.stdout.write(json.dumps(results[-1]) + "\n")
                 sys.stdout.flush()
     finally:
@@ -145,10 +159,12 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-def _judge(streams: list[Stream], right: list[Stream], victims: Sequence[str], killed: float) -> dict[str, Any]:
+def _judge(
+    streams: list[Stream], right: list[Stream], victims: Sequence[str], killed: float, what: str
+) -> dict[str, Any]:
     pauses = [pause for stream in streams if (pause := stream.pause(killed)) > 0]
     return {
-        "killed": "+".join(victims),
+        what: "+".join(victims),
         "streams": len(streams),
         "lost": sum(not stream.is_done or bool(stream.error) for stream in streams),
         "wrong": sum(stream.text != other.text for stream, other in zip(streams, right, strict=True)),
@@ -164,12 +180,13 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--stop-seconds", type=float, default=5.0, help="how long each process is stopped; 0: none is")
     parser.add_argument("server_args", nargs="*", help="after --: flags of launch_server", default=["sim"])
     options = parser.parse_args()
     results = asyncio.run(measure(options))
     lost, wrong = (sum(result[key] for result in results) for key in ("lost", "wrong"))
     for victims in VICTIMS:
-        pauses = [result["pause_max_s"] or 0.0 for result in results if result["killed"] == "+".join(victims)]
+        pauses = [result["pause_max_s"] or 0.0 for result in results if result.get("killed") == "+".join(victims)]
         if pauses:
             median = percentile(pauses, 0.5)
             sys.stdout.write(

@@ -22,6 +22,7 @@ from nanoserve.ipc.messages import (
     Finished,
     FinishReason,
     Release,
+    Resync,
     RowTokenTexts,
     SamplingParams,
     TextBatch,
@@ -127,6 +128,40 @@ def test_a_gap_ends_that_request_alone() -> None:
     assert broken.finished is not None and broken.finished.finished.failure is not None
     assert whole.finished is None and whole.take().text == "ok"
     assert isinstance(sent[-1], AbortRequest) and client.counters.gaps == 1
+
+
+def test_a_silent_request_is_asked_for_with_growing_patience() -> None:
+    """Whatever was lost comes again: the request for an engine that never got it, its story for one that has it."""
+    client, sent = make_client()
+    stream = client.submit(new_request(), Outlet())
+    client.deliver(batch((stream.request_id, "ab", 0)))
+    sent.clear()
+    asked_at = []
+    for second in range(1, 60):
+        client.ask_for_silent(second * 10**9 + 1)
+        if sent:
+            asked_at.append(second)
+            again, resync = sent
+            assert isinstance(again, AddRequest) and unpack_ids(again.output_token_ids) == [ord("a"), ord("b")]
+            assert resync == Resync(request_ids=[stream.request_id])
+            sent.clear()
+    assert asked_at == [5, 15, 35] and client.counters.asked == 3
+    client.deliver(batch((stream.request_id, "abc", 0)))  # as told again
+    assert stream.take().text == "abc" and stream.num_asked == 0
+    client.ask_for_silent(300 * 10**9)  # a process that was stopped for long first reads what has come meanwhile
+    assert not sent
+
+
+def test_an_end_that_does_not_come_is_asked_for_once_more() -> None:
+    client, sent = make_client()
+    stream = client.submit(new_request(), Outlet())
+    client.abort([stream], AbortCause.CLIENT_GONE)
+    sent.clear()
+    for second in range(1, 30):
+        client.ask_for_silent(second * 10**9 + 1)
+    ids = [stream.request_id]
+    assert sent == [AbortRequest(request_ids=ids, cause=AbortCause.CLIENT_GONE), Resync(request_ids=ids)]
+    assert client.num_ending == 0
 
 
 def make_stream(**options: Any) -> tuple[RequestStream, Outlet]:
