@@ -58,8 +58,8 @@ tree: $(STAMP)-fast  ## docs/tree.md from the docstrings
 bench-peers: setup  ## nanoserve beside vLLM and llama.cpp, installed under .cache/peers (ARGS='-- --workload W1')
 	$(BIN)/python -m nanoserve.bench.peers $(ARGS)
 
-bench: setup  ## the workloads W1-W6 against a running server (ARGS='--workload W3')
-	$(BIN)/python -m nanoserve.bench.serve $(ARGS)
+bench: setup  ## nanoserve alone on the workloads W1-W6, beside its last figures (ARGS='--workload W3')
+	$(BIN)/python -m nanoserve.bench.regress $(ARGS)
 
 clean:  ## forget the environment
 	rm -rf $(VENV)

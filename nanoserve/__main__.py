@@ -18,11 +18,16 @@ usage: nanoserve COMMAND [options]
   serve [MODEL]   start a server (the same as python -m nanoserve.launch_server)
   logs DIR        the logs of all processes of a server, merged by time
   healthcheck     exit code 0 when a server on this machine is ready
-  bench NAME      a benchmark: serve, micro, detok, detok-table
+  bench NAME      a benchmark: serve, regress, peers, steps, accuracy, speculation, micro, detok, detok-table,
+                  chaos, soak
   version         the version
 
 `nanoserve COMMAND --help` shows the options of a command.
 """
+_BENCHMARKS = (
+    *("serve", "regress", "peers", "steps", "accuracy", "speculation"),
+    *("micro", "detok", "detok-table", "chaos", "soak"),
+)
 
 
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # what the operator can change
@@ -50,12 +55,11 @@ def serve_command(argv: Sequence[str], *, prog: str = "nanoserve serve") -> int:
 
 def bench_command(argv: Sequence[str]) -> int:
     """Runs `nanoserve.bench.NAME` with the remaining arguments; returns the exit code."""
-    name = argv[0].replace("-", "_") if argv else ""
-    if name not in ("serve", "micro", "detok", "detok_table"):
-        sys.stderr.write(f"nanoserve: bench needs one of serve, micro, detok, detok-table\n{_USAGE}")
+    if not argv or argv[0] not in _BENCHMARKS:
+        sys.stderr.write(f"nanoserve: bench needs one of {', '.join(_BENCHMARKS)}\n{_USAGE}")
         return 1
     sys.argv[1:] = argv[1:]
-    return int(importlib.import_module(f"nanoserve.bench.{name}").main() or 0)
+    return int(importlib.import_module(f"nanoserve.bench.{argv[0].replace('-', '_')}").main() or 0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ times a one-way ZMQ hop between two processes. One thread; median (min..max) of 
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import tempfile
 import time
@@ -118,6 +119,7 @@ def _hop(size: int, count: int = 2000) -> list[float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m nanoserve.bench.micro", description=__doc__).parse_args()
     print("| message | bytes | encode us | decode us |\n|---|---|---|---|")
     for rows in (1, 32, 256):
         number = 200_000 // (rows + 20)

@@ -1,0 +1,106 @@
+"""`python -m nanoserve.bench.regress`: nanoserve alone, and whether it has become slower.
+
+A time means nothing on a machine whose memory bandwidth moves by a half from minute to minute. So before each workload
+a calibration loop runs that is bound by what the workload is bound by, streaming memory or multiplying matrices, and
+the figure that is kept is throughput divided by it. `--save` writes these ratios to docs/bench-last.json; without it
+they are compared with that file, and a workload below `--tolerance` of its last ratio makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanoserve.bench.client import WORKLOADS, run_workload
+from nanoserve.bench.peers import ROOT, ours, running
+from nanoserve.bench.stats import percentile, spread
+
+LAST = Path("docs/bench-last.json")
+_STREAM_BYTES = 256 << 20
+_MATRIX = 1024
+_MEMORY_BOUND = ("W1", "W2")  # few rows a step: weights stream from memory; the others multiply
+
+
+def stream_gbps() -> float:
+    """Gigabytes a second that two threads read from memory, best of five."""
+    halves = np.array_split(np.ones(_STREAM_BYTES // 8, np.int64), 2)
+    with ThreadPoolExecutor(2) as pool:
+        return _STREAM_BYTES / 1e9 / _best(lambda: list(pool.map(np.max, halves)))
+
+
+def multiply_gflops() -> float:
+    """Giga-operations a second of a float32 matrix product, best of five."""
+    a = np.ones((_MATRIX, _MATRIX), np.float32)
+    return 2 * _MATRIX**3 / 1e9 / _best(lambda: a @ a)
+
+
+def _best(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def measure(url: str, model: str, name: str, rounds: int) -> dict[str, Any]:
+    """Throughputs of one workload and each round's ratio to the calibration loop that ran just before it."""
+    calibrate = stream_gbps if name in _MEMORY_BOUND else multiply_gflops
+    rates, ratios = [], []
+    asyncio.run(run_workload(f"{url}/v1/completions", model, name, 0))
+    for seed in range(1, rounds + 1):
+        calibration = calibrate()
+        result = asyncio.run(run_workload(f"{url}/v1/completions", model, name, seed))
+        if result["errors"]:
+            raise RuntimeError(f"{name}: {result['errors'][0]}")
+        rates.append(result["out_tok_s"])
+        ratios.append(result["out_tok_s"] / calibration)
+    return {"out_tok_s": spread(rates), "ratios": ratios, "ratio": percentile(ratios, 0.5)}
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m nanoserve.bench.regress", description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--flags", default="", help="further flags of launch_server, in one string")
+    parser.add_argument("--workload", action="append", choices=sorted(WORKLOADS), help="may be repeated; default: all")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tolerance", type=float, default=0.85, help="least share of the last ratio that is no loss")
+    parser.add_argument("--save", action="store_true", help=f"keep the ratios in {LAST}")
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    args = _arguments(sys.argv[1:])
+    last: dict[str, float] = json.loads(LAST.read_text()) if LAST.exists() else {}
+    (server,) = ours(args.model, [f"nanoserve:{args.flags}"], 8100)
+    ratios: dict[str, float] = {}
+    slower = []
+    print("| workload | out tok/s | to calibration | last | share of last |\n|---|---|---|---|---|")
+    with running(server, ROOT / "logs"):
+        for name in args.workload or sorted(WORKLOADS):
+            found = measure(server.url, args.model, name, args.rounds)
+            ratios[name] = round(found["ratio"], 4)
+            share = found["ratio"] / last[name] if name in last else float("nan")
+            if share < args.tolerance:
+                slower.append(name)
+            cells = [name, found["out_tok_s"], spread(found["ratios"], 2), str(last.get(name, "-")), f"{share:.2f}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
+    if args.save:
+        LAST.write_text(json.dumps(last | ratios, indent=1) + "\n")
+    elif slower:
+        print(f"slower than the last figures: {', '.join(slower)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
