@@ -6,6 +6,7 @@ Owner process: api. Pure but for reading the key file once. Keys are compared in
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from nanoserve.errors import RequestError, StartupError
 
 # Probes and scrapes have no keys.
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/ping"})
+_USUAL_HEADERS = "Authorization, Content-Type, X-Api-Key, X-Request-Id"
+_HEADER_NAMES = re.compile(r"^[A-Za-z0-9_, -]{1,2000}$")
 ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache"})
 
 
@@ -43,14 +46,24 @@ class Access:
                 code="invalid_api_key",
             )
 
-    def cors_headers(self, origin: str | None, *, preflight: bool = False) -> dict[str, str]:
-        """Headers that let this origin's browsers read the answer; empty when they may not."""
+    def cors_headers(
+        self, origin: str | None, *, preflight: bool = False, asked_headers: str | None = None
+    ) -> dict[str, str]:
+        """Headers that let this origin's browsers read the answer; empty when they may not.
+
+        A preflight's `asked_headers` are granted: client libraries send headers of their own, and keys guard the rest.
+        """
         if origin is None or not ({"*", origin} & self._origins):
             return {}
-        headers = {"Access-Control-Allow-Origin": "*" if "*" in self._origins else origin, "Vary": "Origin"}
+        headers = {
+            "Access-Control-Allow-Origin": "*" if "*" in self._origins else origin,
+            "Access-Control-Expose-Headers": "X-Request-Id, X-Nanoserve-Warnings, Retry-After",
+            "Vary": "Origin",
+        }
         if preflight:
-            headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
-            headers["Access-Control-Allow-Headers"] = "Authorization, Content-Type, X-Api-Key, X-Request-Id"
+            is_list = asked_headers is not None and _HEADER_NAMES.match(asked_headers)
+            headers["Access-Control-Allow-Methods"] = "GET, POST, PUT, OPTIONS"
+            headers["Access-Control-Allow-Headers"] = asked_headers if asked_headers and is_list else _USUAL_HEADERS
             headers["Access-Control-Max-Age"] = "600"
         return headers
 

@@ -47,20 +47,43 @@ class Admission:
         self._max_queued = max_queued
         self._overload_status = overload_status
         self._drain = DrainRate()
+        self._held_by_key: dict[str, int] = {}  # of those let in under a key
         self.num_held = 0
         self.num_rejected = 0
 
-    def admit(self, num_requests: int, now_s: float) -> None:
-        """Counts them in; Unavailable when the limit would be passed. An empty server takes any one request."""
+    def refuse_if_full(self, now_s: float) -> None:
+        """Unavailable when there is no place at all: the cheap check before a prompt is tokenized."""
+        if self.num_held >= self._limit:
+            self._refuse(now_s)
+
+    def admit(self, num_requests: int, now_s: float, key: str | None = None) -> None:
+        """Counts them in; Unavailable when the limit would be passed. An empty server takes any one request.
+
+        With a `key`, equal shares: k keys that hold places may have limit/(k+1) each, so that whoever comes next finds
+        one. A key that holds nothing may pass its share with one request.
+        """
         if self.num_held and self.num_held + num_requests > self._limit:
-            self.num_rejected += 1
-            raise Unavailable(_FULL, retry_after_s=self.retry_after_s(now_s), status=self._overload_status)
+            self._refuse(now_s)
+        if key is not None:
+            held = self._held_by_key.get(key, 0)
+            num_keys = len(self._held_by_key) + (not held)
+            if held and held + num_requests > max(self._limit // (num_keys + 1), 1):
+                self._refuse(now_s)
+            self._held_by_key[key] = held + num_requests
         self.num_held += num_requests
 
-    def leave(self, num_requests: int, now_s: float) -> None:
+    def leave(self, num_requests: int, now_s: float, key: str | None = None) -> None:
         self.num_held -= num_requests
+        if key is not None:
+            self._held_by_key[key] -= num_requests
+            if not self._held_by_key[key]:
+                del self._held_by_key[key]
         for _ in range(min(num_requests, 64)):
             self._drain.note_end(now_s)
+
+    def _refuse(self, now_s: float) -> None:
+        self.num_rejected += 1
+        raise Unavailable(_FULL, retry_after_s=self.retry_after_s(now_s), status=self._overload_status)
 
     def seconds_for(self, num_requests: int, now_s: float) -> float:
         """How long so many requests take to end, at the measured rate."""

@@ -5,14 +5,17 @@ Owner process: api. `build_app` wires, `process` runs it; tests run it over in-m
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from nanoserve.api import control, ops
+from nanoserve.api.access import OPEN_PATHS
 from nanoserve.api.chat import create_chat_completion
 from nanoserve.api.completions import create_completion
 from nanoserve.api.context import CONTEXT, ApiContext
@@ -63,7 +66,7 @@ async def outcome_middleware(request: web.Request, handler: Handler) -> web.Stre
         if request.method == "OPTIONS":
             return _options(request, context)
         context.access.check(request.path, request.headers)
-        if context.resumes is not None and LAST_EVENT_ID in request.headers:
+        if context.resumes is not None and LAST_EVENT_ID in request.headers and request.path not in OPEN_PATHS:
             response = await resume(request, context.resumes)
         else:
             response = await handler(request)
@@ -80,6 +83,11 @@ async def outcome_middleware(request: web.Request, handler: Handler) -> web.Stre
         # this request alone is at fault or unlucky; the loop and its neighbours go on
         log.exception("request %s failed inside the server", label)
         response = error_response(http_error(500, "Internal server error."), context, request.path)
+    if has_begun(request) and not response.prepared:
+        # a second answer inside the first would be worse than an end that clients notice
+        assert request.transport is not None  # `has_begun` looked
+        request.transport.abort()
+        raise asyncio.CancelledError
     resource = request.match_info.route.resource
     route = "other" if resource is None else resource.canonical
     context.metrics.responses[route, f"{response.status // 100}xx"] += 1
@@ -92,8 +100,24 @@ def _options(request: web.Request, context: ApiContext) -> web.Response:
     if error is not None and not isinstance(error, web.HTTPMethodNotAllowed):
         raise error
     methods = set(error.allowed_methods) if error is not None else {"POST"}
-    headers = context.access.cors_headers(request.headers.get("Origin"), preflight=True)
+    asked = request.headers.get("Access-Control-Request-Headers")
+    headers = context.access.cors_headers(request.headers.get("Origin"), preflight=True, asked_headers=asked)
     return web.Response(status=204, headers={"Allow": ", ".join(sorted(methods | {"OPTIONS"})), **headers})
+
+
+def has_begun(request: web.Request) -> bool:
+    """Whether bytes of an answer are already on their way."""
+    return request.transport is not None and request.writer.output_size > 0
+
+
+async def _expect(request: web.Request) -> web.StreamResponse | None:
+    """Answers `Expect: 100-continue`; any other expectation is refused in the envelope."""
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        return error_response(http_error(417, "The expectation cannot be met."), request.app[CONTEXT], request.path)
+    if request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # this was not the answer
+    return None
 
 
 async def _last_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -106,7 +130,8 @@ def build_app(context: ApiContext) -> web.Application:
     app = web.Application(middlewares=[outcome_middleware], client_max_size=context.config.api.max_body_bytes)
     app[CONTEXT] = context
     app.on_response_prepare.append(_last_headers)
-    add_get, add_post = app.router.add_get, app.router.add_post
+    add_get = partial(app.router.add_get, expect_handler=_expect)
+    add_post = partial(app.router.add_post, expect_handler=_expect)
     add_post("/v1/completions", create_completion)
     add_post("/v1/chat/completions", create_chat_completion)
     add_post("/v1/responses", create_response)
@@ -114,7 +139,7 @@ def build_app(context: ApiContext) -> web.Application:
     add_post("/v1/messages/count_tokens", count_tokens)
     add_post("/v1/chat/completions/render", control.render)
     add_post("/generate", generate)
-    app.router.add_put("/generate", generate)
+    app.router.add_put("/generate", generate, expect_handler=_expect)
     add_post("/abort_request", control.abort_request)
     add_post("/flush_cache", control.flush_cache)
     add_get("/health_generate", control.health_generate)

@@ -102,8 +102,9 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise RequestError(f"The chat template refused these messages: {error.message}", param="messages") from None
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, ArithmeticError) as error:
-            # templates take messages apart without checks; what does not fit is the request's fault
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+            # templates take messages apart without checks; what does not fit (or nests too deeply: RecursionError) is
+            # the request's fault
             words = f"The chat template could not use these messages ({type(error).__name__})."
             raise RequestError(words, param="messages") from None
         if len(text) > _MAX_RENDERED_CHARS:

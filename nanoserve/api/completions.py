@@ -22,14 +22,14 @@ from nanoserve.api.model import ServedModel
 from nanoserve.api.prompt import EncodedPrompt, encode_prompts, parse_prompt
 from nanoserve.api.respond import Job, respond
 from nanoserve.api.results import Choice, UsageCounter, failed_events, finish_reason, request_metrics, stop_reason
-from nanoserve.api.schemas import BodyDecoder, CompletionBody
+from nanoserve.api.schemas import MAX_COMMAS_WITH_IDS, BodyDecoder, CompletionBody
 from nanoserve.api.stream import Piece, RequestStream
 from nanoserve.api.validation import Checker, ValidRequest
 from nanoserve.errors import RequestError
 from nanoserve.ipc.messages import TextFinished
 
 _DEFAULT_MAX_TOKENS = 16
-_DECODER = BodyDecoder(CompletionBody)
+_DECODER = BodyDecoder(CompletionBody, max_commas=MAX_COMMAS_WITH_IDS)
 
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
@@ -53,7 +53,15 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     )
     requests = build_requests(valid, encoded, model, context.seeds, fallback_max_tokens=_DEFAULT_MAX_TOKENS, clip=False)
     echo = await _echo_texts(context, model, encoded) if body.echo else None
-    form = CompletionFormat(valid, encoded, model, response_id=new_id("cmpl"), num_top=num_top, echo=echo)
+    form = CompletionFormat(
+        valid,
+        encoded,
+        model,
+        response_id=new_id("cmpl"),
+        num_top=num_top,
+        echo=echo,
+        prompt_logprobs=body.prompt_logprobs is not None,
+    )
     job = Job(
         requests=requests,
         stream=valid.stream,
@@ -68,11 +76,13 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
 def _check(checker: Checker, body: CompletionBody) -> tuple[ValidRequest, int | None]:
     """The checked fields, and how many top logprobs are shown."""
     num_top = checker.check_logprobs("logprobs", body.logprobs)
+    if body.echo and num_top is not None and body.prompt_logprobs is not None and body.prompt_logprobs >= 0:
+        body = msgspec.structs.replace(body, prompt_logprobs=max(num_top, body.prompt_logprobs))  # serves both
     valid = checker.check(
         body,
         max_tokens=body.max_tokens,
         logprobs=num_top,
-        prompt_logprobs=num_top if body.echo else None,
+        prompt_logprobs=num_top if body.echo and body.prompt_logprobs is None else None,
         min_max_tokens=0 if body.echo else 1,
     )
     return valid, num_top
@@ -107,7 +117,9 @@ class CompletionFormat:
         response_id: str,
         num_top: int | None,
         echo: Sequence[str] | None,
+        prompt_logprobs: bool,
     ) -> None:
+        self._shows_prompt_logprobs = prompt_logprobs
         self._valid = valid
         self._prompts = prompts
         self._num_top = num_top
@@ -179,7 +191,7 @@ class CompletionFormat:
             "logprobs": self._logprobs(choice.index, choice.logprobs, choice.prompt_logprobs),
             **self._ending(choice.stream, choice.record),
         }
-        if choice.prompt_logprobs is not None and self._echo is None:
+        if choice.prompt_logprobs is not None and self._shows_prompt_logprobs:
             shown["prompt_logprobs"] = shapes.prompt_logprobs(choice.prompt_logprobs)
         if self._valid.return_token_ids:
             shown["token_ids"] = choice.token_ids

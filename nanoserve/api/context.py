@@ -61,8 +61,9 @@ class ApiContext:
         return max(self.admission.retry_after_s(now_s), self.admission.seconds_for(waiting, now_s))
 
     def require_checker(self) -> Checker:
-        """Unavailable while the model loads, drains or has failed."""
+        """Unavailable while the model loads, drains or has failed, and when every place is taken."""
         self.lifecycle.require_ready()
+        self.admission.refuse_if_full(self.clock_s())
         assert self.checker is not None  # set before readiness
         return self.checker
 

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _LINGER_S = 2.0  # for a refused client to stop sending its body
 _MAX_UNSENT_BYTES = 64 << 10
+_RETRY_S = 5  # for connections to end; nothing measures how long they last
 _CLOSE_S = 2.0  # for handlers to write their last words
 
 
@@ -97,8 +98,9 @@ class Connection(web.RequestHandler):
     def _refuse(self, error: RequestError) -> None:
         """Answers without a request, and closes."""
         body = envelope_bytes(error)
+        retry = f"Retry-After: {_RETRY_S}\r\n" if error.status == 503 else ""
         head = (
-            f"HTTP/1.1 {error.status} Refused\r\nContent-Type: application/json\r\n"
+            f"HTTP/1.1 {error.status} Refused\r\nContent-Type: application/json\r\n{retry}"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         if self.transport is not None:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from nanoserve.api.errors import Unavailable
 from nanoserve.errors import RequestError
 from nanoserve.tokenizer import Tokenizer
 
@@ -114,10 +115,12 @@ class Encoder:
 
     async def run(self, function: Callable[[], R]) -> R:
         """Runs a pure function (a template, a decode) in a thread, within a time limit."""
-        loop = asyncio.get_running_loop()
+        work = self._render.submit(function)
         try:
-            return await asyncio.wait_for(loop.run_in_executor(self._render, function), _RENDER_SECONDS)
+            return await asyncio.wait_for(asyncio.wrap_future(work), _RENDER_SECONDS)
         except TimeoutError:
+            if work.cancelled():  # it never began: the others were slow, not this one
+                raise Unavailable("The server is busy rendering other requests.") from None
             raise RequestError("The chat template takes too long on these messages.", param="messages") from None
 
     def close(self) -> None:

@@ -55,12 +55,13 @@ def http_error(status: int, message: str) -> RequestError:
     return RequestError(message, status=status, error_type=_TYPES.get(status, "invalid_request_error"))
 
 
-def from_failure(failure: Failure | None) -> RequestError:
-    """The engine's or detokenizer's words as an error of this request."""
+def from_failure(failure: Failure | None, overload_status: int = 503) -> RequestError:
+    """The engine's or detokenizer's words as an error of this request; a full queue has the status that was chosen."""
     if failure is None:
         return http_error(500, "The request failed.")
     if failure.status in (429, 503):
-        return Unavailable(failure.message, status=failure.status, code=failure.code or _OVERLOAD)
+        status = overload_status if failure.code == "queue_full" else failure.status
+        return Unavailable(failure.message, status=status, code=failure.code or _OVERLOAD)
     is_ours = failure.status >= 500 and failure.error_type == "invalid_request_error"
     return RequestError(
         failure.message,

@@ -20,12 +20,12 @@ from nanoserve.api.http import json_response, read_body
 from nanoserve.api.model import ServedModel
 from nanoserve.api.pieces import token_pieces
 from nanoserve.api.prompt import refuse_by_length
-from nanoserve.api.schemas import BodyDecoder, DetokenizeBody, TokenizeBody
+from nanoserve.api.schemas import MAX_COMMAS_WITH_IDS, BodyDecoder, DetokenizeBody, TokenizeBody
 from nanoserve.errors import RequestError
 from nanoserve.ipc.messages import ProcessFacts
 
 _TOKENIZE = BodyDecoder(TokenizeBody, unsupported={})
-_DETOKENIZE = BodyDecoder(DetokenizeBody, unsupported={})
+_DETOKENIZE = BodyDecoder(DetokenizeBody, unsupported={}, max_commas=MAX_COMMAS_WITH_IDS)
 _MAX_DETOKENIZE = 1 << 20
 _SECRETS = ("key", "token_file", "password")
 

@@ -72,13 +72,13 @@ async def _respond_resumable(
         async with _exchange(request, context, job, form) as exchange:
             await exchange.stream(log)
 
-    stream = await resumes.start(new_id("stream"), produce)
+    stream = await resumes.start(new_id("stream"), produce, owner=given_key(request.headers))
     return await stream.follow(request, 0, {**_SSE_HEADERS, **job.headers})
 
 
 async def resume(request: web.Request, resumes: Resumes) -> web.StreamResponse:
     """Goes on with a dropped stream after the client's `Last-Event-ID`."""
-    stream, number = resumes.find(request.headers[LAST_EVENT_ID])
+    stream, number = resumes.find(request.headers[LAST_EVENT_ID], given_key(request.headers))
     return await stream.follow(request, number, _SSE_HEADERS)
 
 
@@ -88,8 +88,9 @@ async def _exchange(
 ) -> AsyncIterator[Exchange]:
     """Admits the job and sends its requests; however it ends, those that still live end in the engine too."""
     num_requests = len(job.requests)
+    share_key = given_key(request.headers) if context.fair is not None else None
+    context.admission.admit(num_requests, context.clock_s(), share_key)
     requests = _with_fair_tags(request, context, job.requests)
-    context.admission.admit(num_requests, context.clock_s())
     outlet = Outlet()
     streams: list[RequestStream] = []
     exchange = Exchange(context, job, form, outlet, streams, label=request_label(request))
@@ -100,7 +101,7 @@ async def _exchange(
     finally:
         context.pacer.remove(exchange)
         context.client.abort(streams, AbortCause.CLIENT_GONE)  # only those that still live: the client has gone
-        context.admission.leave(num_requests, context.clock_s())
+        context.admission.leave(num_requests, context.clock_s(), share_key)
 
 
 class Writer(Protocol):
@@ -139,6 +140,7 @@ class Exchange:
         self._outlet = outlet
         self._streams = streams
         self._num_ended = 0
+        self._overload_status = int(context.config.api.overload_status)
         self._label = label
         self.labels = {job.label, label} - {""}
         self._began_s = context.clock_s()
@@ -216,7 +218,7 @@ class Exchange:
         form = self._form
         parts: list[bytes] = []
         for stream, piece in pieces:
-            if (error := _failure_of(piece)) is not None:
+            if (error := _failure_of(piece, self._overload_status)) is not None:
                 self._is_over = True
                 self._context.failures.note(self._label, error, self._context.clock_s())
                 return b"".join(parts) + form.failed(error)
@@ -250,7 +252,7 @@ class Exchange:
         return piece
 
     def _raise_failure(self, piece: Piece) -> None:
-        if (error := _failure_of(piece)) is not None:
+        if (error := _failure_of(piece, self._overload_status)) is not None:
             raise error
 
     def _raise_if_queue_expired(self) -> None:
@@ -329,8 +331,8 @@ def _with_fair_tags(request: web.Request, context: ApiContext, requests: Sequenc
     return [replace(new, priority=tag(key, len(new.prompt_token_ids) + new.sampling.max_tokens)) for new in requests]
 
 
-def _failure_of(piece: Piece) -> RequestError | None:
+def _failure_of(piece: Piece, overload_status: int) -> RequestError | None:
     record = piece.finished
     if record is None or record.finished.reason != FinishReason.ERROR:
         return None
-    return from_failure(record.finished.failure)
+    return from_failure(record.finished.failure, overload_status)

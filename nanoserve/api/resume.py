@@ -8,8 +8,10 @@ connections only follow that log. When nobody has followed for the grace time, t
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections import deque
 from collections.abc import Awaitable, Callable
+from itertools import islice
 
 from aiohttp import web
 
@@ -72,7 +74,8 @@ class EventLog:
         skip = number + 1 - self._first
         if skip < 0 or number >= self.next_number:
             raise http_error(410, "The stream cannot be resumed from this event.")
-        return [event for place, event in enumerate(self._events) if place >= skip]
+        newest_first = list(islice(reversed(self._events), len(self._events) - skip))
+        return newest_first[::-1]
 
     async def wait(self) -> None:
         """Returns when there is more, or the end."""
@@ -88,8 +91,11 @@ class EventLog:
 class ResumableStream:
     """One answer in the making, and who follows it. The Pacer ends it when nobody has for the grace time."""
 
-    def __init__(self, log: EventLog, task: asyncio.Task[None], grace_s: float, clock_s: Callable[[], float]) -> None:
+    def __init__(
+        self, log: EventLog, task: asyncio.Task[None], grace_s: float, clock_s: Callable[[], float], *, owner: str
+    ) -> None:
         self.log = log
+        self._owner = owner
         self._task = task
         self._grace_s = grace_s
         self._clock_s = clock_s
@@ -98,6 +104,9 @@ class ResumableStream:
 
     def is_given_up(self, now_s: float) -> bool:
         return not self._num_followers and now_s - self._left_s >= self._grace_s
+
+    def is_owned_by(self, key: str) -> bool:
+        return hmac.compare_digest(self._owner.encode("utf-8", "surrogatepass"), key.encode("utf-8", "surrogatepass"))
 
     def give_up(self) -> None:
         self._task.cancel()
@@ -137,7 +146,9 @@ class Resumes:
     def __len__(self) -> int:
         return len(self._streams)
 
-    async def start(self, stream_id: str, produce: Callable[[EventLog], Awaitable[None]]) -> ResumableStream:
+    async def start(
+        self, stream_id: str, produce: Callable[[EventLog], Awaitable[None]], *, owner: str = ""
+    ) -> ResumableStream:
         """Begins the answer; returns when its headers may go out, raises what refuses it before that."""
         log = EventLog(stream_id, self._max_bytes, self._clock_s)
 
@@ -158,15 +169,22 @@ class Resumes:
             begun.cancel()
         if not log.begun.is_set():
             task.result()  # raises the refusal
-        stream = ResumableStream(log, task, self._grace_s, self._clock_s)
+        stream = ResumableStream(log, task, self._grace_s, self._clock_s, owner=owner)
         self._streams[stream_id] = stream
         return stream
 
-    def find(self, event_id: str) -> tuple[ResumableStream, int]:
-        """The stream and the number in a `Last-Event-ID`. RequestError 404 when it is not, or no longer, here."""
+    def find(self, event_id: str, key: str = "") -> tuple[ResumableStream, int]:
+        """The stream and the number in a `Last-Event-ID`.
+
+        RequestError 404 when it is not, or no longer, here, or another API key than this began it.
+        """
         stream_id, _, number = event_id.rpartition(":")
         stream = self._streams.get(stream_id)
-        if stream is None or not (number.isascii() and number.isdigit() and len(number) < 16):
+        if (
+            stream is None
+            or not stream.is_owned_by(key)
+            or not (number.isascii() and number.isdigit() and len(number) < 16)
+        ):
             raise http_error(404, "There is no such stream to resume.")
         return stream, int(number)
 

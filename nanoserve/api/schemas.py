@@ -198,6 +198,9 @@ IGNORED = frozenset({"metadata", "safety_identifier", "prompt_cache_key", "promp
 _PATH = re.compile(r" - at `\$\.?([^`\[.]*)[^`]*`$")
 _EXPECTED = re.compile(r"^Expected `([^`]+)`, got `([^`]+)`$")
 _MAX_WARNED_KEYS = 16
+_MAX_KEYS = 256
+_MAX_COMMAS = 1 << 18  # each value but the first of its list or object has one before it; building values takes time
+MAX_COMMAS_WITH_IDS = 1 << 20  # where lists of token ids are the content
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +212,14 @@ class Decoded(Generic[B]):
 class BodyDecoder(Generic[B]):
     """Decodes one kind of body; built once per endpoint. Strict: RequestError 400 that names the field."""
 
-    def __init__(self, kind: type[B], *, unsupported: dict[str, tuple[Any, ...]] | None = None) -> None:
+    def __init__(
+        self,
+        kind: type[B],
+        *,
+        unsupported: dict[str, tuple[Any, ...]] | None = None,
+        max_commas: int = _MAX_COMMAS,
+    ) -> None:
+        self._max_commas = max_commas
         self._fields = frozenset(kind.__struct_fields__)
         self._unsupported = UNSUPPORTED if unsupported is None else unsupported
         self._decoder = msgspec.json.Decoder(kind)
@@ -217,6 +227,8 @@ class BodyDecoder(Generic[B]):
 
     def decode(self, data: bytes, *, strict: bool = False) -> Decoded[B]:
         """`strict` refuses unknown keys instead of reporting them."""
+        if data.count(b",") > self._max_commas:
+            raise RequestError("The body has too many values.")
         try:
             data.decode()  # msgspec looks only into the strings it keeps
             body = self._decoder.decode(data)
@@ -229,6 +241,8 @@ class BodyDecoder(Generic[B]):
             raise field_error(str(error)) from None
         except (msgspec.DecodeError, ValueError) as error:
             raise RequestError(json_words(str(error))) from None
+        if len(keys) > _MAX_KEYS:
+            raise RequestError(f"The body may have at most {_MAX_KEYS} fields.")
         unknown: list[str] = []
         for key in keys.keys() - self._fields:
             if key in self._unsupported:

@@ -180,8 +180,8 @@ class FakeRing:
         record = Finished(request_id=request_id, reason=reason, num_output_tokens=self.sent[request_id], **fields)
         self.send(finished=[TextFinished(record, stop_string)])
 
-    def refuse(self, request_id: int, status: int, message: str) -> None:
-        failure = Failure(status=status, message=message)
+    def refuse(self, request_id: int, status: int, message: str, **fields: Any) -> None:
+        failure = Failure(status=status, message=message, **fields)
         self.send(finished=[TextFinished(Finished(request_id=request_id, reason=FinishReason.ERROR, failure=failure))])
 
     def finish_at_once(self, add: AddRequest) -> None:
