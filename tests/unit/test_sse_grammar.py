@@ -16,7 +16,8 @@ from tests.sse_grammar import ChunkChecker, SseParser, read_stream
 def chat_stream() -> bytes:
     frames = sse.ChatFrames(response_id="id", created=1, model="m")
     parts = [frames.role(0), frames.content(0, "a\nb"), sse.comment("keep-alive"), frames.content(0, "🔥")]
-    return b"".join([*parts, frames.finish(0, "stop", None), frames.usage({"total_tokens": 3}), sse.DONE])
+    ending: Any = {"finish_reason": "stop", "stop_reason": None}
+    return b"".join([*parts, frames.finish(0, ending), frames.usage({"total_tokens": 3}), sse.DONE])
 
 
 @given(st.integers(1, 80))
