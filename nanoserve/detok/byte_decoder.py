@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanoserve.detok.incremental import Chunk, TextStream, WindowDecoder, take_utf8
+from nanoserve.detok.incremental import REPLACEMENT, Chunk, TextStream, WindowDecoder, take_utf8
 from nanoserve.detok.token_table import TokenTable
 
 _NOT_FIRST = [0]  # a context that says only that there is one
@@ -33,12 +33,11 @@ class ByteDecoder:
 
     def decode(self, chunks: Sequence[Chunk]) -> list[list[str] | None]:
         out: list[list[str] | None] = []
-        first: list[Chunk] = []
+        heads: list[int] = []
         shown, all_texts, parts = self._shown, self._texts, self._table.parts
-        for chunk in chunks:
-            stream, token_ids, per_token = chunk
-            if not stream.context or stream.held:  # what a window holds only a window can finish
-                first.append(chunk)
+        for place, (stream, token_ids, per_token) in enumerate(chunks):
+            if not stream.context:
+                heads.append(place)
                 out.append(None)
                 continue
             texts = shown if stream.skip_special else all_texts
@@ -51,13 +50,35 @@ class ByteDecoder:
             elif stream.pending:
                 text, stream.pending = take_utf8(stream.pending, text.encode())
             out.append([text])
-        if first:
-            found = iter(self._windows.decode(first))
-            out = [next(found) if pieces is None else pieces for pieces in out]
+        if heads:
+            self._decode_heads(chunks, heads, out)
         return out
 
     def flush(self, stream: TextStream) -> str:
         return self._windows.flush(stream)
+
+    def _decode_heads(self, chunks: Sequence[Chunk], places: list[int], out: list[list[str] | None]) -> None:
+        """The chunks at `places`, where text has not begun: windows up to the token that begins it, bytes from there.
+
+        Just so far and no further, so that the answer does not depend on how the ids came.
+        """
+        begins: list[Chunk] = []
+        for place in places:
+            stream, token_ids, _ = chunks[place]
+            texts = self._shown if stream.skip_special else self._texts
+            end = next((at + 1 for at, token_id in enumerate(token_ids) if texts[token_id] != ""), len(token_ids))
+            begins.append((stream, token_ids[:end], True))
+        for place, (stream, begin, _), pieces in zip(places, begins, self._windows.decode(begins), strict=True):
+            if pieces is None:
+                continue
+            if stream.held:  # what a window holds only a window could finish; bytes also know whether it can be
+                stream.held = False
+                _, stream.pending = take_utf8(b"", self._table.raw(begin[-1]))
+                pieces[-1] += "" if stream.pending else REPLACEMENT
+            _, token_ids, per_token = chunks[place]
+            texts = self._shown if stream.skip_special else self._texts
+            pieces += self._many(stream, token_ids[len(begin) :], texts, per_token)
+            out[place] = pieces if per_token else ["".join(pieces)]
 
     def _many(self, stream: TextStream, token_ids: list[int], texts: list[str | None], per_token: bool) -> list[str]:
         parts = self._table.parts

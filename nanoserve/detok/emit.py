@@ -42,6 +42,18 @@ class Row:
     finished: Finished | None = None
     rebuilt: bool = False  # opened with all ids so far: nothing can be missing
     failure: str = ""
+    stop_at: int = -1  # position in token_ids of a stop string that is one special token
+
+    def take_ids(self) -> list[int]:
+        """The ids to decode; sets `stop_at`. None after a stop token: what is held there must not depend on them."""
+        token_ids = self.token_ids if self.finished is None else self.token_ids[: self.num_shown]
+        stops, spec = self.state.stop_tokens, self.state.spec
+        if stops:
+            armed = range(max(0, spec.min_tokens - self.first_index), len(token_ids))
+            self.stop_at = next((at for at in armed if token_ids[at] in stops), -1)
+            if self.stop_at >= 0:
+                return token_ids[: self.stop_at + spec.include_stop_str_in_output]
+        return token_ids
 
     @property
     def num_shown(self) -> int:
@@ -196,12 +208,8 @@ def _scan(row: Row, pieces: list[str], decoder: Decoder | None, was_head: bool) 
         armed = row.first_index + at + 1 > spec.min_tokens
         if scores is not None and state.scores is not None:
             _add_score(state.scores, scores[at], token_id, row.first_index + at, piece, shown, was_head and not text)
-        named = state.stop_tokens.get(token_id) if shown and armed else None
-        if named is not None:
-            text = state.held_back + text
-            if spec.include_stop_str_in_output:
-                return text + piece, at + 1, named
-            return text + _flush(state, decoder), at + 1, named
+        if at == row.stop_at:
+            return state.held_back + text + piece + _flush(state, decoder), at + 1, state.stop_tokens[token_id]
         hit = matcher.scan(piece, armed=armed) if matcher is not None and piece else None
         if hit is not None:
             text = state.held_back + text + piece[: hit.end]

@@ -217,7 +217,7 @@ class WindowDecoder:
         if not stream.pending and apart.isdisjoint(token_ids):
             job.ids += token_ids
             job.cuts = list(range(job.base + 1, len(job.ids) + 1)) if per_token else [len(job.ids)] * bool(token_ids)
-            job.pieces = [""] * (len(job.cuts) or 1)
+            job.pieces = [""] * (len(job.cuts) or (not per_token))
             job.sinks = list(range(len(job.cuts)))
             return job
         for token_id in token_ids:

@@ -45,9 +45,13 @@ class TokenNames:
         """What this token adds to the text, where `piece` is what the decoder released for it."""
         if self._table is None:
             return piece.encode()
-        known = 0 <= token_id < self._tokenizer.vocab_size
-        at_head = at_head and known and self.head_matters and self._table.texts[token_id] is not None
-        return piece.encode() if at_head else self.raw(token_id)
+        raw = self.raw(token_id)
+        if not (at_head and raw and self.head_matters):
+            return raw
+        if self._table.texts[token_id] is not None:
+            return piece.encode()
+        # A part of a character is no text yet: all that a beginning drops is a space before it.
+        return raw[_leading_spaces(raw.decode("utf-8", "replace")) - _leading_spaces(piece) :]
 
     def text(self, token_id: int) -> str:
         """For people: whole characters as they are (with their leading space), parts of characters as `bytes:\\xe2`."""
@@ -70,6 +74,10 @@ class TokenNames:
             whole = decode_or_none(self._tokenizer, [*self._anchor, token_id])
             text = self._texts[token_id] = "" if whole is None else whole[self._head :]
         return text
+
+
+def _leading_spaces(text: str) -> int:
+    return len(text) - len(text.lstrip(" "))
 
 
 def escape(raw: bytes) -> str:
@@ -130,7 +138,7 @@ class ScoreLine:
         """Counts the characters that a token finishes; returns the bytes it adds to the text."""
         if hidden or token_id in self._skipped:
             return b""
-        raw = self._names.shown_bytes(token_id, piece, at_head=at_head and not self._pending)
+        raw = self._names.shown_bytes(token_id, piece, at_head=at_head and not self._pending and not self._chars)
         text, self._pending = take_utf8(self._pending, raw)
         self._chars += len(text)
         return raw
@@ -179,10 +187,14 @@ def _cut(entry: _Waiting, num_chars: int) -> TokenText:
     token = entry.token
     if entry.ready_chars <= num_chars:
         return token
-    room = num_chars - token.text_offset
-    whole = (entry.before + token.raw).decode("utf-8", "replace")
-    raw = whole[: max(0, room)].encode()[len(entry.before) :]
-    return msgspec.structs.replace(token, raw=raw)
+    room = max(0, num_chars - token.text_offset)
+    text, pending, size = "", entry.before, 0
+    for size, byte in enumerate(token.raw):  # by bytes: a U+FFFD of the text is not three of them
+        piece, pending = take_utf8(pending, bytes((byte,)))
+        text += piece
+        if len(text) + bool(pending) > room:
+            return msgspec.structs.replace(token, raw=token.raw[:size])
+    return token
 
 
 def prompt_entries(names: TokenNames, token_ids: Sequence[int], scores: RowLogprobs) -> list[TokenText]:

@@ -120,7 +120,7 @@ class DetokManager:
         stream = row.state.stream
         if stream is None or row.failure:
             return None
-        token_ids = row.token_ids if row.finished is None else row.token_ids[: row.num_shown]
+        token_ids = row.take_ids()
         if drain.suspect and self._vocabulary is not None and self._vocabulary.lacks_any(token_ids):
             row.failure = "The model made a token that its tokenizer does not have."
             return None

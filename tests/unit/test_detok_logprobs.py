@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from nanoserve.config import DetokConfig
 from nanoserve.detok.logprobs import escape
 from nanoserve.detok.manager import DetokManager
+from nanoserve.detok.token_table import _BYTE_OF_CHAR
 from nanoserve.ipc.columns import pack_ids
 from nanoserve.ipc.messages import EmitMode, Opened, PromptLogprobs, RowLogprobs, TextSpec, TokenBatch
 from nanoserve.tokenizer import HFTokenizer
 from tests.unit.detok_ring import Ring
-from tests.unit.detok_tokenizers import CORPUS, FAMILIES, SPECIALS, byte_level, llama2, word_piece
+from tests.unit.detok_tokenizers import CORPUS, FAMILIES, SPECIALS, byte_level, byte_level_stripped, llama2, word_piece
 
 
 def scores_for(ids: list[int], vocab_size: int) -> list[RowLogprobs]:
@@ -92,6 +93,39 @@ def test_a_stop_string_cuts_bytes_where_it_cuts_the_text(include: bool) -> None:
         assert len(got.entries) == got.finished.finished.num_output_tokens == len(got.ids)
 
 
+def spelled(raw: bytes) -> list[int]:
+    """One token per byte of the byte-level vocabularies."""
+    letters = {value: char for char, value in _BYTE_OF_CHAR.items()}
+    return [byte_level().token_to_id(letters[byte]) or 0 for byte in raw]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "window"])
+@pytest.mark.parametrize("begin", [b"\xe2", b"\xf0\x9f", b"\xff", b"\xaa\xc3"])
+def test_a_cut_behind_invalid_bytes_keeps_whole_bytes(kind: str, begin: bytes) -> None:
+    """The U+FFFD in the text is none of the token's bytes, so it must not be counted as three."""
+    tokenizer = byte_level()
+    the = tokenizer.encode("the", add_special_tokens=False)
+    for size in (1, 50):
+        got = run(tokenizer, [*spelled(begin), *the, *the], TextSpec(stop=("h",)), [size] * 9, kind).of(1)
+        assert got.text == begin.decode("utf-8", "replace") + "t"
+        assert b"".join(entry.raw for entry in got.entries) == begin + b"t"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "window"])
+@pytest.mark.parametrize("size", [1, 50])
+def test_bytes_of_a_beginning_that_is_no_character(kind: str, size: int) -> None:
+    """Only the dropped space is missing, and it is missing once."""
+    tokenizer = byte_level_stripped()
+    fire = tokenizer.encode(" 🔥 🔥", add_special_tokens=False)
+    assert tokenizer.decode(fire[:1]) == "\ufffd" and len(tokenizer.id_to_token(fire[0]) or "") == 3
+    got = run(tokenizer, fire, TextSpec(), [size] * 20, kind).of(1)
+    assert b"".join(entry.raw for entry in got.entries) == got.text.encode() == "🔥 🔥".encode()
+    junk = [*spelled(b"\xaa"), *fire]
+    got = run(tokenizer, junk, TextSpec(), [size] * 20, kind).of(1)
+    assert got.text == "\ufffd 🔥 🔥"
+    assert b"".join(entry.raw for entry in got.entries) == b"\xaa" + " 🔥 🔥".encode()
+
+
 def test_a_leading_space_belongs_to_its_token_except_at_the_very_beginning() -> None:
     tokenizer = llama2()
     ids = tokenizer.encode("the dog", add_special_tokens=False)
@@ -101,17 +135,19 @@ def test_a_leading_space_belongs_to_its_token_except_at_the_very_beginning() -> 
     assert later.text == " the dog" and later.entries[0].raw.startswith(b" ")
 
 
-def test_a_hidden_stop_id_has_an_entry_without_bytes() -> None:
+@pytest.mark.parametrize("kind", ["bytes", "window"])
+@pytest.mark.parametrize("size", [1, 50])
+def test_a_hidden_stop_id_has_an_entry_without_bytes(kind: str, size: int) -> None:
     tokenizer = byte_level()
-    end = tokenizer.token_to_id("</s>")
-    assert end is not None
-    ids = [*tokenizer.encode("fox", add_special_tokens=False), end]
-    ring = Ring(tokenizer)
-    ring.engine.add(1, ids, TextSpec(), scores=scores_for(ids, tokenizer.vocab_size), stop_token_id=end)
-    ring.run()
-    last = ring.of(1).entries[-1]
-    assert (last.token_id, last.text, last.raw) == (end, "</s>", b"")
-    assert len(ring.of(1).entries) == len(ids)
+    fox = tokenizer.encode("fox", add_special_tokens=False)
+    for end in (tokenizer.token_to_id("</s>") or 0, fox[0]):
+        ids = [*fox, end]
+        ring = Ring(tokenizer, detokenizer=kind)
+        ring.engine.add(1, ids, TextSpec(), scores=scores_for(ids, tokenizer.vocab_size), stop_token_id=end)
+        ring.run(size)
+        last = ring.of(1).entries[-1]
+        assert (last.token_id, last.text, last.raw) == (end, tokenizer.decode([end], skip_special_tokens=False), b"")
+        assert len(ring.of(1).entries) == len(ids)
 
 
 def test_without_a_table_names_come_from_the_tokenizer() -> None:

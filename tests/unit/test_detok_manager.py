@@ -33,6 +33,7 @@ from tests.unit.detok_tokenizers import (
     SPECIALS,
     Breaking,
     byte_level,
+    byte_level_stripped,
     gemma_like,
     llama2,
     reference,
@@ -264,6 +265,33 @@ def test_a_stop_string_that_is_a_special_token_stops_at_its_id(skip: bool) -> No
     assert got.text == "ab"
     assert got.finished is not None and got.finished.stop_string == SPECIALS[2]
     assert got.finished.finished.num_output_tokens == 3
+
+
+@pytest.mark.parametrize("size", [1, 2, 50])
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize("skip", [True, False])
+def test_what_comes_after_a_stop_token_does_not_touch_the_text_before_it(skip: bool, include: bool, size: int) -> None:
+    """Unfinished bytes before it are flushed, those after it are not there, however the ids came."""
+    special = TOKENIZER.token_to_id(SPECIALS[2])
+    assert special is not None
+    euro = byte_ids("€".encode())
+    spec = TextSpec(stop=(SPECIALS[2],), skip_special_tokens=skip, include_stop_str_in_output=include)
+    shown = SPECIALS[2] if include and not skip else ""
+    split = run_one([*word("ab"), *euro[:1], special, *euro[1:], *word("cd")], spec, [size] * 40).of(1)
+    assert split.text == "ab\ufffd" + shown
+    behind = run_one([*word("ab"), special, *euro[:2]], spec, [size] * 40).of(1)
+    assert behind.text == "ab" + shown
+    assert behind.finished is not None and behind.finished.stop_string == SPECIALS[2]
+
+
+@pytest.mark.parametrize("size", [1, 2, 50])
+def test_a_beginning_in_bytes_stops_at_the_same_token_however_it_came(size: int) -> None:
+    tokenizer = byte_level_stripped()
+    ring = Ring(tokenizer)
+    ring.engine.add(1, [*byte_ids(b"\xff\xf0\x9f"), *word("ab")], TextSpec(stop=("\ufffd",)))
+    ring.run(size)
+    end = ring.of(1).finished
+    assert end is not None and (ring.of(1).text, end.finished.num_output_tokens) == ("", 1)
 
 
 @pytest.mark.parametrize("size", [1, 3, 50])
