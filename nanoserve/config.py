@@ -98,7 +98,7 @@ class SchedulerConfig:
         512, "most tokens in one step, prompts and answers together", size=True, aliases=("max-prefill-tokens",)
     )
     max_num_queued: int = option(
-        1024, "most requests that wait; more are refused with 503", aliases=("max-queued-requests",)
+        1024, "most requests that wait; more are refused (see --overload-status)", aliases=("max-queued-requests",)
     )
     scheduling_policy: str = option(
         "fcfs", "order of waiting requests; priority: lower first; fair: equal shares for every API key",

@@ -228,8 +228,14 @@ class Supervisor:
     def _announce(self) -> None:
         url = base_url(self._config.api, self._sock)
         seconds = time.monotonic() - self._begun
+        api, status = self._config.api, self._board.status
         for line in ready_lines(
-            url, self._config.served_names[0], self._board.status.model_dir, self._board.status.processes, seconds
+            url,
+            self._config.served_names[0],
+            status.model_dir,
+            status.processes,
+            seconds,
+            needs_key=bool(api.api_key or api.api_key_file),
         ):
             self._terminal.line(line)
 

@@ -55,18 +55,20 @@ class Terminal:
             self._out.flush()
 
 
-def ready_lines(url: str, model: str, model_dir: str, processes: Iterable[ProcessFacts], seconds: float) -> list[str]:
-    """The lines printed once the ring has turned."""
+def ready_lines(
+    url: str, model: str, model_dir: str, processes: Iterable[ProcessFacts], seconds: float, *, needs_key: bool = False
+) -> list[str]:
+    """The lines printed once the ring has turned. A key is named, never shown."""
     pids = ", ".join(f"{process.name} {process.pid}" for process in processes)
     return [
         f"READY {url} after {seconds:.1f} s, model {model}",
         f"  pids: {pids}",
         "  try:",
-        f"    {_curl(url, model, model_dir)}",
+        f"    {_curl(url, model, model_dir, needs_key)}",
     ]
 
 
-def _curl(url: str, model: str, model_dir: str) -> str:
+def _curl(url: str, model: str, model_dir: str, needs_key: bool) -> str:
     if has_chat_template(Path(model_dir)) if model_dir else False:
         path = "/v1/chat/completions"
         body: dict[str, object] = {"model": model, "messages": [{"role": "user", "content": "Say hello."}]}
@@ -76,7 +78,8 @@ def _curl(url: str, model: str, model_dir: str) -> str:
     scheme, _, address = url.partition("+unix://")
     if address:
         url = f"--unix-socket {unquote(address)} {scheme}://localhost"
-    return f"curl -N {url}{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    key = ' -H "Authorization: Bearer $NANOSERVE_API_KEY"' if needs_key else ""
+    return f"curl -N {url}{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
 def has_chat_template(model_dir: Path) -> bool:

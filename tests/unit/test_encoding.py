@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from nanoserve.api.encoding import Encoder
+from nanoserve.api.errors import Unavailable
 from nanoserve.errors import RequestError
 
 
@@ -110,4 +111,22 @@ async def test_rendering_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> No
         await encoder.run(lambda: release.wait(5))
     release.set()
     assert await encoder.run(lambda: 7) == 7
+    encoder.close()
+
+
+async def test_what_never_began_is_told_to_come_back_and_what_runs_too_long_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nanoserve.api.encoding._RENDER_SECONDS", 0.2)
+    encoder = Encoder(SlowTokenizer())
+    gate = threading.Event()
+    running = [asyncio.create_task(encoder.run(lambda: gate.wait(5))) for _ in range(4)]
+    await asyncio.sleep(0.05)
+    with pytest.raises(Unavailable):
+        await encoder.run(lambda: True)
+    for task in running:
+        with pytest.raises(RequestError) as refused:
+            await task
+        assert refused.value.status == 400
+    gate.set()
     encoder.close()
