@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -152,21 +153,39 @@ def test_a_process_that_cannot_live_ends_the_server(start_server: StartServer) -
 
 def test_an_api_process_takes_only_its_own_connections_with_it(start_server: StartServer) -> None:
     server = start_server("sim", "--sim-step-ms", "10", "--api-workers", "2", "--max-model-len", "32k")
+    tokens = 800  # far longer than the test waits: what leaves the engine before they are over was ended, not finished
+    undisturbed = run_streams(server, max_tokens=tokens)
     progress = threading.Semaphore(0)
+    half = len(PROMPTS) // 2
+
+    def start_on(name: str, other: str, prompts: list[str]) -> list[Future[Stream]]:
+        """The other process is stopped meanwhile, so that it takes none of these connections."""
+        os.kill(server.pids[other], signal.SIGSTOP)
+        try:
+            started = [pool.submit(Stream, server, prompt, tokens, progress) for prompt in prompts]
+            wait_until(lambda: running_in(server, name) == len(prompts), 20, f"all of them on {name}")
+        finally:
+            os.kill(server.pids[other], signal.SIGCONT)
+        return started
+
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        # Far longer than the test waits: what leaves the engine before they are over was ended, not finished.
-        futures = [pool.submit(Stream, server, prompt, 1500, progress) for prompt in PROMPTS]
-        after_events(progress, 200)
+        kept = start_on("api-0", "api-1", PROMPTS[:half])
+        lost = start_on("api-1", "api-0", PROMPTS[half:])
         os.kill(server.pids["api-1"], signal.SIGKILL)
         server.wait_for_output("api-1 (pid")
-        wait_until(lambda: running(server) < len(PROMPTS), 5, "its requests left the engine")
-        results = [(future.exception(60), future) for future in futures]
-    broken = [future for failure, future in results if failure is not None or not future.result().done]
-    whole = [future.result() for failure, future in results if failure is None and future.result().done]
-    assert len(broken) + len(whole) == len(PROMPTS) and whole
-    assert all(not stream.errors and stream.finish_reason == "length" for stream in whole)
+        wait_until(lambda: running(server) == half, 5, "its requests left the engine")
+        assert all(future.exception(60) is not None for future in lost)
+        whole = [future.result(60) for future in kept]
+    assert [stream.text for stream in whole] == [stream.text for stream in undisturbed[:half]]
+    assert all(stream.done and not stream.errors for stream in whole)
     server.wait_for_output("is back, life 2")
     wait_until(lambda: running(server) == 0, 10, "nothing is left in the engine")
+
+
+def running_in(server: Server, name: str) -> int:
+    """Live requests of one api process; 0 when another one answers."""
+    info = server.get("/server_info")[1]
+    return int(info["api"]["live_requests"]) if info["pid"] == server.pids[name] else 0
 
 
 def running(server: Server) -> int:
@@ -183,7 +202,7 @@ def test_a_process_stopped_for_seconds_loses_nothing(name: str, start_server: St
         after_events(progress, 100)
         os.kill(server.pids[name], signal.SIGSTOP)
         try:
-            time.sleep(3)
+            time.sleep(5)
         finally:
             os.kill(server.pids[name], signal.SIGCONT)
 
@@ -192,3 +211,71 @@ def test_a_process_stopped_for_seconds_loses_nothing(name: str, start_server: St
     assert not any(stream.errors for stream in streams)
     wait_until(lambda: is_ready(server), 10, "ready again")
     assert "restarting" not in server.output
+
+
+Deed = Callable[[Server], None]
+
+
+def kill(*names: str) -> Deed:
+    def deed(server: Server) -> None:
+        for name in names:
+            os.kill(newest_pid(server, name), signal.SIGKILL)
+
+    return deed
+
+
+def kill_again_at_birth(name: str) -> Deed:
+    """The next life dies too, before it is ready."""
+
+    def deed(server: Server) -> None:
+        first = newest_pid(server, name)
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: newest_pid(server, name) != first, 20, "a second life")
+        os.kill(newest_pid(server, name), signal.SIGKILL)
+
+    return deed
+
+
+def kill_while_down(first: str, second: str) -> Deed:
+    def deed(server: Server) -> None:
+        pid = newest_pid(server, first)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: newest_pid(server, first) != pid, 20, "a second life")
+        os.kill(newest_pid(server, second), signal.SIGKILL)
+
+    return deed
+
+
+def stop_then_kill(name: str) -> Deed:
+    def deed(server: Server) -> None:
+        pid = newest_pid(server, name)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(1)
+        os.kill(pid, signal.SIGKILL)
+
+    return deed
+
+
+def test_no_moment_is_a_bad_one_to_die(start_server: StartServer) -> None:
+    """Twice in a row, while another part is down, stopped and then killed: in each way nothing is lost."""
+    server = start_server("sim", "--sim-step-ms", "10", "--max-restarts", "100")
+    undisturbed = run_streams(server)
+    deeds = {
+        "engine first": kill("engine-0", "detok-0"),
+        "engine twice": kill_again_at_birth("engine-0"),
+        "detok twice": kill_again_at_birth("detok-0"),
+        "detok while the engine starts": kill_while_down("engine-0", "detok-0"),
+        "engine while the detokenizer starts": kill_while_down("detok-0", "engine-0"),
+        "a stopped engine": stop_then_kill("engine-0"),
+        "a stopped detokenizer": stop_then_kill("detok-0"),
+    }
+    for what, deed in deeds.items():
+
+        def disturb(progress: threading.Semaphore, deed: Deed = deed) -> None:
+            after_events(progress, 200)
+            deed(server)
+
+        streams = run_streams(server, disturb)
+        assert [stream.errors for stream in streams] == [[]] * len(PROMPTS), what
+        assert [stream.text for stream in streams] == [stream.text for stream in undisturbed], what
+        wait_until(lambda: is_ready(server), 20, f"ready again after {what}")
