@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -104,11 +105,14 @@ def spelled(raw: bytes) -> list[int]:
 def test_a_cut_behind_invalid_bytes_keeps_whole_bytes(kind: str, begin: bytes) -> None:
     """The U+FFFD in the text is none of the token's bytes, so it must not be counted as three."""
     tokenizer = byte_level()
-    the = tokenizer.encode("the", add_special_tokens=False)
+    name, token_id = max(
+        (name, i) for name, i in tokenizer.backend.get_vocab().items() if re.fullmatch("[a-z]{3}", name)
+    )
     for size in (1, 50):
-        got = run(tokenizer, [*spelled(begin), *the, *the], TextSpec(stop=("h",)), [size] * 9, kind).of(1)
-        assert got.text == begin.decode("utf-8", "replace") + "t"
-        assert b"".join(entry.raw for entry in got.entries) == begin + b"t"
+        spec = TextSpec(stop=(name[1:],))
+        got = run(tokenizer, [*spelled(begin), token_id, token_id], spec, [size] * 9, kind).of(1)
+        assert got.text == begin.decode("utf-8", "replace") + name[0]
+        assert b"".join(entry.raw for entry in got.entries) == begin + name[0].encode()
 
 
 @pytest.mark.parametrize("kind", ["bytes", "window"])
@@ -148,6 +152,18 @@ def test_a_hidden_stop_id_has_an_entry_without_bytes(kind: str, size: int) -> No
         last = ring.of(1).entries[-1]
         assert (last.token_id, last.text, last.raw) == (end, tokenizer.decode([end], skip_special_tokens=False), b"")
         assert len(ring.of(1).entries) == len(ids)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "window"])
+@pytest.mark.parametrize("size", [1, 50])
+def test_a_hidden_stop_id_does_not_finish_a_character(kind: str, size: int) -> None:
+    tokenizer = byte_level()
+    ids = spelled("漢".encode())
+    ring = Ring(tokenizer, detokenizer=kind)
+    ring.engine.add(1, ids, TextSpec(), scores=scores_for(ids, tokenizer.vocab_size), stop_token_id=ids[-1])
+    ring.run(size)
+    assert ring.of(1).text == "\ufffd"
+    assert [entry.raw for entry in ring.of(1).entries] == [b"\xe6", b"\xbc", b""]
 
 
 def test_without_a_table_names_come_from_the_tokenizer() -> None:
