@@ -33,7 +33,7 @@ _KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 def serve_role(config: ServerConfig) -> int:
     """Runs the engine or the detokenizer until it ends or a stop signal comes; returns the exit code."""
     role, terminal = config.processes.role, Terminal()
-    endpoints = shared_run_dir(Path(config.processes.run_dir))
+    endpoints = shared_run_dir(Path(config.processes.run_dir), role)
     config_file = endpoints.run_dir / f"{role}-0.json"
     config_file.write_bytes(msgspec.json.encode(config))
     spawner = Spawner(config, endpoints, config_file)

@@ -37,7 +37,7 @@ from nanoserve.ipc.messages import (
     StartFailed,
     SupervisorInbox,
 )
-from nanoserve.listening import base_url, listen_as_told
+from nanoserve.listening import base_url, listening
 from nanoserve.obs.logs import last_lines, setup_logging
 from nanoserve.obs.terminal import Terminal, ready_lines
 from nanoserve.restarts import RestartPlan
@@ -315,9 +315,9 @@ def serve(config: ServerConfig) -> int:
     if config.processes.role in ("engine", "detok"):
         return serve_role(config)
     terminal = Terminal()
-    with contextlib.closing(listen_as_told(config.api)) as sock:
+    with listening(config.api) as sock:
         run_dir = config.processes.run_dir
-        endpoints = shared_run_dir(Path(run_dir)) if run_dir else create_run_dir()
+        endpoints = shared_run_dir(Path(run_dir), config.processes.role) if run_dir else create_run_dir()
         try:
             endpoints.config_file.write_bytes(msgspec.json.encode(config))
             directory = Path(config.obs.log_dir or endpoints.run_dir)

@@ -73,9 +73,9 @@ def create_run_dir(parent: Path | None = None) -> Endpoints:
     raise StartupError("no writable directory with a path short enough for Unix sockets")
 
 
-def _lock(run_dir: Path) -> int | None:
+def _lock(run_dir: Path, name: str = _LOCK) -> int | None:
     """Holds the directory as long as the returned descriptor is open; None when another process holds it."""
-    descriptor = os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(run_dir / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -96,15 +96,21 @@ def _remove_stale(base: Path) -> None:
                 os.close(descriptor)
 
 
-def shared_run_dir(path: Path) -> Endpoints:
-    """The directory of processes that are started one by one; made when it is not there. StartupError."""
+def shared_run_dir(path: Path, role: str) -> Endpoints:
+    """The directory of processes that are started one by one; made when it is not there. StartupError.
+
+    Only one launcher of a role may be there at a time: the sockets of a second one would replace the first one's.
+    """
     run_dir = path.absolute()
     if len(os.fsencode(str(run_dir))) + len(_LONGEST_NAME) > _MAX_SOCKET_PATH:
         raise StartupError(f"--run-dir {run_dir}: the path is too long for Unix sockets")
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_free = _lock(run_dir, f"{role}.lock") is not None
     except OSError as error:
         raise StartupError(f"--run-dir {run_dir}: {error.strerror}") from None
+    if not is_free:
+        raise StartupError(f"--run-dir {run_dir}: another --role {role} is running there")
     return Endpoints(run_dir=run_dir)
 
 

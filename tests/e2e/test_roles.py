@@ -77,3 +77,15 @@ def test_a_stopped_engine_loses_nothing_and_a_restarted_api_serves_again(start_r
     assert api.stop() == 0
     again = start_role("api").wait_ready()  # meets the engine and the detokenizer that have been there all along
     assert [stream.text for stream in run_streams(again, max_tokens=60)] == [stream.text for stream in undisturbed]
+
+
+def test_a_second_process_of_a_role_is_refused_and_the_first_goes_on(start_role: Start) -> None:
+    """Its sockets would take the place of the first one's, and every stream would wait for ever."""
+    servers = {role: start_role(role) for role in ("api", "engine", "detok")}
+    api = servers["api"].wait_ready()
+    for role in servers:
+        second = start_role(role)
+        assert second.wait_exit() == 1
+        assert f"another --role {role} is running there" in second.output
+    status, _ = api.post("/v1/completions", {"model": "sim", "prompt": "hello", "max_tokens": 3}, 20)
+    assert status == 200

@@ -65,11 +65,11 @@ def test_a_path_too_long_for_sockets_is_not_used(tmp_path: Path) -> None:
     assert not list(long.iterdir())
     remove_run_dir(endpoints)
     with pytest.raises(StartupError, match="too long"):
-        shared_run_dir(long / "run")
+        shared_run_dir(long / "run", "api")
 
 
 def test_lives_are_counted(base: Path) -> None:
-    endpoints = shared_run_dir(base / "ring")
+    endpoints = shared_run_dir(base / "ring", "engine")
     assert [next_life(endpoints, "engine-0") for _ in range(3)] == [1, 2, 3]
     assert next_life(endpoints, "detok-0") == 1
     (base / "ring" / "engine-0.life").write_text("junk")
