@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -40,6 +42,19 @@ def listen_unix(path: str) -> socket.socket:
         sock.close()
         raise StartupError(f"cannot listen on {path}: {error.strerror or error}") from None
     return sock
+
+
+@contextlib.contextmanager
+def listening(config: ApiConfig) -> Iterator[socket.socket]:
+    """`listen_as_told`; at the end the socket is closed, and the file of a Unix socket goes if nobody answers there."""
+    sock = listen_as_told(config)
+    try:
+        yield sock
+    finally:
+        sock.close()
+        with contextlib.suppress(OSError):
+            if config.uds and _is_left_over(Path(config.uds)):
+                Path(config.uds).unlink()
 
 
 def _is_left_over(path: Path) -> bool:

@@ -10,7 +10,6 @@ the ServerStatus whenever that changes. One poll waits for messages, for the end
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from nanoserve.config import ApiConfig
 from nanoserve.errors import StartupError
-from nanoserve.listening import listen_unix
+from nanoserve.listening import listen_unix, listening
 from tests.conftest import StartServer
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,19 @@ def test_a_socket_left_over_is_replaced_and_a_live_one_is_not(tmp_path: Path) ->
     listen_unix(str(path)).close()  # the file stays
     with listen_unix(str(path)), pytest.raises(StartupError, match="in use"):
         listen_unix(str(path))
+
+
+def test_the_file_of_the_socket_goes_with_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "s.sock"
+    with listening(ApiConfig(uds=str(path))):
+        assert path.is_socket()
+    assert not path.exists()
+    with listening(ApiConfig(uds=str(path))) as ours:
+        path.unlink()
+        other = listen_unix(str(path))  # another server has taken the place
+        assert ours.fileno() >= 0
+    assert path.is_socket()
+    other.close()
 
 
 def test_https_all_the_way(start_server: StartServer, tmp_path: Path) -> None:
