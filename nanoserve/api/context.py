@@ -21,6 +21,7 @@ from nanoserve.api.lifecycle import Lifecycle
 from nanoserve.api.metrics import Metrics
 from nanoserve.api.pacing import Pacer
 from nanoserve.api.resume import Resumes
+from nanoserve.api.stream import PumpQueue
 from nanoserve.api.validation import Checker
 from nanoserve.config import ServerConfig
 
@@ -38,6 +39,7 @@ class ApiContext:
     clock_s: Callable[[], float] = field(default=time.monotonic)
     fair: FairClock | None = None  # with --scheduling-policy fair
     failures: FailureLog = field(default_factory=FailureLog)
+    pumps: PumpQueue = field(default_factory=PumpQueue)
     resumes: Resumes | None = None  # with --resume-grace
     checker: Checker | None = None  # set when the model is loaded
     memory: Callable[[str], dict[str, int]] = field(default=lambda name: {})  # ledger of a process, by its name

@@ -91,7 +91,7 @@ async def _exchange(
     share_key = given_key(request.headers) if context.fair is not None else None
     context.admission.admit(num_requests, context.clock_s(), share_key)
     requests = _with_fair_tags(request, context, job.requests)
-    outlet = Outlet()
+    outlet = Outlet(context.pumps)
     streams: list[RequestStream] = []
     exchange = Exchange(context, job, form, outlet, streams, label=request_label(request))
     context.pacer.add(exchange)

@@ -34,13 +34,34 @@ class Piece:
     finished: TextFinished | None
 
 
+class PumpQueue:
+    """The outlets whose pumps are due: one call from the loop runs all that one batch of text brought."""
+
+    __slots__ = ("_due",)
+
+    def __init__(self) -> None:
+        self._due: list[Outlet] = []
+
+    def add(self, outlet: Outlet) -> None:
+        """`outlet` runs its pump in the loop's next turn. Called once per outlet and turn."""
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._run)
+        self._due.append(outlet)
+
+    def _run(self) -> None:
+        due, self._due = self._due, []
+        for outlet in due:
+            outlet.run_pump()
+
+
 class Outlet:
     """Where the requests of one HTTP response meet the one coroutine that writes it."""
 
-    __slots__ = ("_is_scheduled", "_ready", "_waiter", "pump")
+    __slots__ = ("_is_scheduled", "_pumps", "_ready", "_waiter", "pump")
 
-    def __init__(self) -> None:
-        self.pump: Callable[[], None] | None = None  # called soon instead of waking `wait`
+    def __init__(self, pumps: PumpQueue | None = None) -> None:
+        self.pump: Callable[[], None] | None = None  # called soon instead of waking `wait`; must not raise
+        self._pumps = PumpQueue() if pumps is None else pumps
         self._ready: list[RequestStream] = []
         self._is_scheduled = False
         self._waiter: asyncio.Future[None] | None = None
@@ -55,7 +76,7 @@ class Outlet:
         if self.pump is not None:
             if not self._is_scheduled:
                 self._is_scheduled = True
-                asyncio.get_running_loop().call_soon(self._run_pump)
+                self._pumps.add(self)
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -74,7 +95,8 @@ class Outlet:
         ready, self._ready = self._ready, []
         return ready
 
-    def _run_pump(self) -> None:
+    def run_pump(self) -> None:
+        """Called by the PumpQueue."""
         self._is_scheduled = False
         if self.pump is not None:
             self.pump()
