@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -52,14 +54,15 @@ def test_native_code_that_holds_the_lock_is_dumped(start_server: StartServer) ->
     assert "_happen" in server.log("engine-0", "watchdog.log")
 
 
-def test_a_stopped_process_is_seen_and_nothing_is_lost(sim_server: Server) -> None:
-    pid = sim_server.pids["detok-0"]
+@pytest.mark.parametrize("name", ["detok-0", "engine-0"])
+def test_a_stopped_process_is_seen_and_nothing_is_lost(name: str, sim_server: Server) -> None:
+    pid = sim_server.pids[name]
     events = sim_server.stream("/v1/completions", {"model": "sim", "prompt": "a b c", "max_tokens": 20})
     next(events)
     os.kill(pid, signal.SIGSTOP)
     try:
         wait_until(lambda: sim_server.get("/ready")[0] == 503, 2.2, "not ready within two seconds")
-        assert "detok-0" in str(sim_server.get("/ready")[1])
+        assert name in str(sim_server.get("/ready")[1])
         assert sim_server.get("/health")[0] == 503
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -73,6 +76,52 @@ def test_a_declared_long_step_is_no_alarm(start_server: StartServer) -> None:
     assert status == 200
     assert "no progress" not in server.log("engine-0", "watchdog.log")
     assert "restarting" not in server.output
+
+
+def test_a_prompt_of_32k_tokens_is_no_alarm_and_health_stays_right(start_server: StartServer) -> None:
+    """Computed in one step that takes longer than both limits: it was declared, and /health answers at once."""
+    server = start_server(
+        "sim", *WATCHDOG, "--sim-token-us", "150", "--max-num-batched-tokens", "32k", "--max-model-len", "40000"
+    )
+    body = {"model": "sim", "prompt": [7 + number % 500 for number in range(32_000)], "max_tokens": 2}
+    slow, answers = [], 0
+    with ThreadPoolExecutor(1) as pool:
+        prefill = pool.submit(server.post, "/v1/completions", body)
+        while not prefill.done():
+            began = time.monotonic()
+            assert server.get("/health")[0] == 200
+            answers += 1
+            if time.monotonic() - began > 0.05:
+                slow.append(time.monotonic() - began)
+            time.sleep(0.05)
+    status, answer = prefill.result()
+    assert (status, answer["usage"]["prompt_tokens"]) == (200, 32_000)
+    # A bad moment of the machine is not ours; a health check that waits for the step would be late each time.
+    assert answers > 30 and len(slow) < answers / 4, slow
+    assert "no progress" not in server.log("engine-0", "watchdog.log")
+    assert "restarting" not in server.output
+
+
+def test_health_is_fast_at_full_load_and_tells_of_a_stopped_api_worker(start_server: StartServer) -> None:
+    server = start_server("sim", "--sim-step-ms", "5", "--api-workers", "2")
+    body = {"model": "sim", "prompt": "a b c", "max_tokens": 300, "ignore_eos": True}
+    with ThreadPoolExecutor(96) as pool:
+        load = [pool.submit(list, server.stream("/v1/completions", body)) for _ in range(96)]
+        times = []
+        while not all(future.done() for future in load):
+            began = time.monotonic()
+            assert server.get("/health", 10)[0] == 200
+            times.append(time.monotonic() - began)
+            time.sleep(0.02)
+        assert all(future.result()[-1] == "[DONE]" for future in load)
+    assert len(times) > 10 and sorted(times)[len(times) // 2] < 0.05, times
+    os.kill(server.pids["api-1"], signal.SIGSTOP)
+    try:
+        wait_until(lambda: server.get("/health", 10)[0] == 503, 2.2, "unhealthy within two seconds")
+        assert server.get("/health")[1]["processes"] == ["api-1"]
+    finally:
+        os.kill(server.pids["api-1"], signal.SIGCONT)
+    wait_until(lambda: server.get("/health", 10)[0] == 200, 5, "healthy again")
 
 
 def test_sigusr1_writes_the_stacks_of_a_healthy_process(sim_server: Server) -> None:
