@@ -298,9 +298,19 @@ def _pack(token_ids: list[int]) -> bytes:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str) or (isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], int)):
+        listed: list[Any] = [prompts]
+    elif isinstance(prompts, Sequence):
+        listed = list(prompts)
+    else:
+        raise RequestError("A prompt is a text or a list of token ids.", param="prompts")
+    for prompt in listed:
+        if isinstance(prompt, str):
+            if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise RequestError("A prompt has half a surrogate pair: it is not Unicode text.", param="prompts")
+        elif not isinstance(prompt, Sequence) or not all(type(token_id) is int for token_id in prompt):
+            raise RequestError("A prompt is a text or a list of token ids.", param="prompts")
+    return listed
 
 
 def _as_chats(conversations: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:

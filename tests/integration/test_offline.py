@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import nanoserve
@@ -77,6 +79,13 @@ def test_an_interrupted_call_leaves_nothing_behind(sim: LLM, monkeypatch: pytest
     with pytest.raises(KeyboardInterrupt):
         sim.generate(["a b c"] * 9, SamplingParams(max_tokens=50, ignore_eos=True))
     test_nothing_is_left_behind(sim)
+
+
+@pytest.mark.parametrize("prompts", [5, None, ["a", 5], [[1, "2"]], [[1, True]], "\ud800", ["a", "b\udfff"]])
+def test_what_is_no_prompt_is_refused_by_name(sim: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        sim.generate(prompts)
+    assert caught.value.param == "prompts"
 
 
 def test_wrong_use_is_said_in_one_line(sim: LLM) -> None:
