@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 from nanoserve.stop_regex import RegexMatcher
 
 _ROOT = 0
+_MAX_KEPT_CHARS = 512
 
 
 class StopHit(NamedTuple):
@@ -91,10 +92,15 @@ class StopAutomaton:
             state = self.fail[state]
 
 
-@lru_cache(maxsize=256)
+_kept = lru_cache(maxsize=256)(StopAutomaton)
+
+
 def automaton(stops: tuple[str, ...]) -> StopAutomaton:
-    """The automaton of these stop strings; the most recent ones are kept, for requests often share them."""
-    return StopAutomaton(stops)
+    """The automaton of these stop strings; the most recent ones are kept, for requests often share them.
+
+    Not so those of very many characters, at some 350 bytes each: they live as long as their request does.
+    """
+    return _kept(stops) if sum(map(len, stops)) <= _MAX_KEPT_CHARS else StopAutomaton(stops)
 
 
 class StopMatcher:

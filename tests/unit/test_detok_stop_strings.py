@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.detok.stop_strings import StopAutomaton, StopMatcher
+from nanoserve.detok.stop_strings import StopAutomaton, StopMatcher, automaton, make_matcher
 
 _stops = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=5).map(tuple)
 
@@ -91,3 +94,19 @@ def test_no_character_is_looked_at_twice() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopMatcher(("a", ""))
+
+
+def test_strings_and_patterns_that_end_together_are_decided_by_length() -> None:
+    for stops, patterns in ((("b",), ("ab",)), (("ab",), ("b",)), (("zz",), ("b", "[a]b"))):
+        matcher = make_matcher(stops, patterns)
+        assert matcher is not None
+        hit = matcher.scan("xab")
+        assert hit is not None and (hit.end, hit.length) == (3, 2)
+
+
+def test_large_automata_are_not_kept_beyond_their_requests() -> None:
+    """One has 16 x 1,024 characters at most, and takes six megabytes then."""
+    assert automaton(("stop", "end")) is automaton(("stop", "end"))
+    large = weakref.ref(automaton(("x" * 1024, "y" * 1024)))
+    gc.collect()
+    assert large() is None
