@@ -79,6 +79,24 @@ def test_threads_and_block_size_change_no_bit(threads: int) -> None:
     assert torch.equal(torch.cat(sequences.run([(index, 0, 100)])), whole)
 
 
+@pytest.mark.parametrize("slow", [0, 1, 2])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_thread_that_loses_its_core_changes_no_bit(name: str, slow: int) -> None:
+    """Phases do not wait for a thread without an item: others are layers ahead, or through, when it comes back."""
+    spec = make_spec(name)
+    whole = _logits(make_native(spec), 330)
+    backend = make_native(spec, threads=3)
+    backend.slow_thread(slow, 300)
+    assert torch.equal(_logits(backend, 330, [200, *[1] * 60, 3, 5, 62]), whole)
+    sequences = _sequences(backend, seed=slow)
+    rows = [sequences.add(_IDS[: 20 + i]) for i in range(14)]
+    sequences.run([(row, 0, 19 + i) for i, row in enumerate(rows)])
+    for i, part in enumerate(sequences.run([(row, 19 + i, 1) for i, row in enumerate(rows)])):
+        assert torch.equal(part[0], whole[19 + i])
+    greedy = backend.forward_greedy(_batch(_IDS[:4], [3], [5]))
+    assert greedy[0] == int(backend.forward(_batch(_IDS[:4], [3], [5]))[0].argmax())
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gemma3"])
 def test_company_changes_no_bit(name: str) -> None:
     """Decodes, prefill chunks and a prompt behind a shared prefix in one step, against each of them alone."""

@@ -135,6 +135,12 @@ class NativeBackend:
         """GB/s of reading `memory` once with `threads` threads: what a memory-bound step can be compared with."""
         return float(self._library.ns_read_bandwidth(memory.ctypes.data, memory.nbytes, threads))
 
+    def slow_thread(self, thread: int, microseconds: int) -> None:
+        """For tests: that thread sleeps so long before one item in eight, as if another process had its core; -1: none.
+
+        Thread 0 is the caller of `forward`."""
+        self._library.ns_model_slow_thread(self._model, thread, microseconds)
+
     def close(self) -> None:
         """Ends the threads and gives the memory back. The backend is not used afterwards."""
         if self._model is not None:

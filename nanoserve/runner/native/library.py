@@ -71,6 +71,7 @@ _SIGNATURES = {
     "ns_model_set_layer": (None, [c_void_p, c_int32, POINTER(Layer)]),
     "ns_model_set_kv": (None, [c_void_p, c_void_p, c_int64]),
     "ns_model_step": (c_int32, [c_void_p, POINTER(Batch), c_void_p, c_void_p]),
+    "ns_model_slow_thread": (None, [c_void_p, c_int32, c_int32]),
     "ns_model_free": (None, [c_void_p]),
     "ns_packed_bytes": (c_int64, [c_int32, c_int32, c_int32]),
     "ns_pack": (None, [c_void_p, c_void_p, *[c_int32] * 5]),

@@ -73,6 +73,10 @@ int32_t ns_model_step(NsModel* handle, const NsBatch* batch, float* logits, int3
     }
 }
 
+void ns_model_slow_thread(NsModel* handle, int32_t thread, int32_t microseconds) {
+    handle->model.phases.make_slow(thread, microseconds);
+}
+
 void ns_model_free(NsModel* handle) { delete handle; }
 
 int64_t ns_packed_bytes(int32_t format, int32_t n, int32_t k) {

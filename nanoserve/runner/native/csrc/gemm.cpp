@@ -233,8 +233,8 @@ void gemm(Phases& phases, int thread, const GemmJob& job, bf16* scratch) {
     const Form& form = weight.form(job.m);
     const size_t bytes = panel_bytes(form.format, weight.k);
     const Cut cut(weight, job.m);
-    for (int item = phases.claim(thread); item >= 0;) {
-        const int next = phases.claim(thread);  // claimed now, so that its weights can be fetched meanwhile
+    for (int item; (item = phases.claim(thread)) >= 0;) {
+        const int next = phases.peek(thread);  // its weights are fetched meanwhile
         const int panel = cut.first_panel(item), begin = item / cut.runs * cut.slab;
         const bool wide = cut.run == 2 && panel + 1 < cut.panels;
         const uint8_t* packed = form.panels + panel * bytes;
@@ -259,7 +259,6 @@ void gemm(Phases& phases, int thread, const GemmJob& job, bf16* scratch) {
             tile.ahead += static_cast<size_t>(tile.ahead_lines) * 64 * (weight.k / kGroup);
             row += rows;
         }
-        item = next;
     }
 }
 

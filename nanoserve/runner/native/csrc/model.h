@@ -42,6 +42,8 @@ void ns_model_set_kv(NsModel* model, uint16_t* memory, int64_t pages);
 // One step. logits [logit_rows, vocab] or null; greedy [logit_rows]: the argmax, -1 for a row that is not finite.
 // Returns 0, or -1 when memory for the step could not be had. Rows must be valid: the caller has checked them.
 int32_t ns_model_step(NsModel* model, const NsBatch* batch, float* logits, int32_t* greedy);
+// For tests: thread `thread` sleeps so long before one item in eight, as if another process had its core. -1: none.
+void ns_model_slow_thread(NsModel* model, int32_t thread, int32_t microseconds);
 void ns_model_free(NsModel* model);
 
 int64_t ns_packed_bytes(int32_t format, int32_t n, int32_t k);

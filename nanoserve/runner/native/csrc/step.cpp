@@ -33,7 +33,8 @@ Step::Step(Model& model, const NsBatch& batch, float* logits, int32_t* greedy)
       greedy_(greedy),
       threads_(model.team.size()),
       one_token_rows_(batch.rows == batch.tokens) {
-    private_rows_ = batch.tokens <= kPrivateRows;
+    // Not with post norms: there a norm also changes the residual stream, which only one thread may do.
+    private_rows_ = batch.tokens <= kPrivateRows && !config_.post_norms;
 }
 
 void Step::make_pages() {
@@ -100,7 +101,7 @@ bool Step::make_buffers() {
     private_stride_ = rows * hidden;
     decoded_stride_ =
         static_cast<size_t>(kPanel) * std::max({config_.hidden, config_.intermediate, static_cast<int>(heads)});
-    const size_t floats = rows * (hidden * 2 + qkv) + privates * private_stride_ + slots * partial;
+    const size_t floats = rows * (hidden * 2 + qkv) + slots * partial;
     const size_t halves =
         rows * (hidden + 2 * heads + config_.intermediate) + privates * private_stride_ + threads_ * decoded_stride_;
     if (!model_.arena.reserve(floats * 4 + halves * 2 + threads_ * logit_rows * sizeof(Best) + groups * sizeof(int) +
@@ -111,7 +112,6 @@ bool Step::make_buffers() {
     x_ = arena.take<float>(rows * hidden);
     branch_ = arena.take<float>(rows * hidden);
     qkv_ = arena.take<float>(rows * qkv);
-    x_private_ = arena.take<float>(privates * private_stride_);
     partials_ = arena.take<float>(slots * partial);
     h_ = arena.take<bf16>(rows * hidden);
     q_ = arena.take<bf16>(rows * heads);
@@ -135,8 +135,10 @@ bool Step::run() {
             plans_.push_back(plan_attention(layer.raw.window, false));
     if (batch_.logit_rows < batch_.tokens) last_plan_ = plan_attention(model_.layers.back().raw.window, true);
     if (!make_buffers()) return false;
-    model_.team.run([this](int thread) { work(thread); });
+    model_.phases.reset();
+    model_.team.run_with_whoever_comes([this](int thread) { work(thread); });
     for (int row = 0; row < batch_.logit_rows; ++row) {
+        if (private_rows_) norm_row(0, row, nullptr, model_.final_norm);  // this thread may have missed the last phase
         Best best = best_[row];
         for (int thread = 1; thread < threads_; ++thread) {
             const Best& other = best_[static_cast<size_t>(thread) * batch_.logit_rows + row];
@@ -172,22 +174,17 @@ void Step::work(int thread) {
 
 void Step::embed(int thread) {
     model_.phases.begin(thread, batch_.tokens);
-    const bool everywhere = private_rows_ && config_.post_norms;
     const __m512 scale = _mm512_set1_ps(config_.embed_scale);
-    auto copy = [&](int token) {
+    for (int token; (token = model_.phases.claim(thread)) >= 0;) {
         const bf16* row = model_.embedding + static_cast<size_t>(batch_.token_ids[token]) * config_.hidden;
-        float* x = residual(thread) + static_cast<size_t>(token) * config_.hidden;
+        float* x = x_ + static_cast<size_t>(token) * config_.hidden;
         for (int i = 0; i < config_.hidden; i += 16) _mm512_storeu_ps(x + i, _mm512_mul_ps(load_bf16(row + i), scale));
-    };
-    if (everywhere)
-        for (int token = 0; token < batch_.tokens; ++token) copy(token);
-    else
-        for (int token; (token = model_.phases.claim(thread)) >= 0;) copy(token);
+    }
 }
 
 void Step::norm_row(int thread, int row, const float* post_norm, const float* norm) {
     const int hidden = config_.hidden;
-    float* x = residual(thread) + static_cast<size_t>(row) * hidden;
+    float* x = x_ + static_cast<size_t>(row) * hidden;
     bf16* h = normed(thread) + static_cast<size_t>(row) * hidden;
     if (post_norm)
         rms_norm(branch_ + static_cast<size_t>(row) * hidden, post_norm, hidden, config_.norm_eps,
@@ -204,7 +201,7 @@ void Step::norm_rows(int thread, int rows, const float* post_norm, const float* 
 void Step::multiply(int thread, const Linear& weight, const bf16* x, int rows, Epilogue epilogue, void* out, int ld,
                     const uint8_t* next, const float* post_norm, const float* norm) {
     if (norm && !private_rows_) norm_rows(thread, rows, post_norm, norm);
-    model_.phases.begin(thread, gemm_items(weight, rows));
+    if (!model_.phases.begin(thread, gemm_items(weight, rows))) return;
     if (norm && private_rows_)
         for (int row = 0; row < rows; ++row) norm_row(thread, row, post_norm, norm);
     Best* best = best_ + static_cast<size_t>(thread) * batch_.logit_rows;
@@ -260,12 +257,11 @@ Partial Step::slot(int index) const {
 
 void Step::attend(int thread, const AttentionPlan& plan, const Layer& layer, bf16* kv, bool rotate_too) {
     model_.phases.begin(thread, static_cast<int>(plan.items.size()));
-    for (int index = model_.phases.claim(thread); index >= 0;) {
-        const int next = model_.phases.claim(thread);
+    for (int index; (index = model_.phases.claim(thread)) >= 0;) {
+        const int next = model_.phases.peek(thread);
         const AttentionItem& item = plan.items[index];
         if (rotate_too) rotate_head(layer, plan.tiles[item.tile].first_token, item.kv_head, kv);
         run_item(thread, plan, item, next < 0 ? nullptr : &plan.items[next], kv);
-        index = next;
     }
 }
 
@@ -313,13 +309,12 @@ void Step::merge_group(const AttentionPlan& plan, const AttentionItem& item) {
 void Step::keep_logit_rows(int thread) {
     const size_t hidden = config_.hidden, heads = static_cast<size_t>(config_.heads) * config_.head_dim;
     model_.phases.begin(thread, 1);
-    const bool mine = model_.phases.claim(thread) == 0, every = private_rows_ && config_.post_norms;
-    for (int i = 0; i < batch_.logit_rows; ++i) {  // ascending, so a row never overwrites one still needed
-        const size_t from = batch_.logit_tokens[i];
-        if (mine) std::memmove(attended_ + i * heads, attended_ + from * heads, heads * sizeof(bf16));
-        if (mine || every)
-            std::memmove(residual(thread) + i * hidden, residual(thread) + from * hidden, hidden * sizeof(float));
-    }
+    while (model_.phases.claim(thread) == 0)
+        for (int i = 0; i < batch_.logit_rows; ++i) {  // ascending, so a row never overwrites one still needed
+            const size_t from = batch_.logit_tokens[i];
+            std::memmove(attended_ + i * heads, attended_ + from * heads, heads * sizeof(bf16));
+            std::memmove(x_ + i * hidden, x_ + from * hidden, hidden * sizeof(float));
+        }
 }
 
 void Step::finish_layer(int thread, int index) {

@@ -78,7 +78,7 @@ class Step {
     AttentionPlan plan_attention(int window, bool logit_tokens_only) const;
     const AttentionPlan& plan_for(int layer) const;
     bool make_buffers();
-    // What each thread does; every one of these begins with a barrier.
+    // What each thread does; every one of these waits for the one before to be complete.
     void work(int thread);
     void embed(int thread);
     void norm_rows(int thread, int rows, const float* post_norm, const float* norm);
@@ -90,9 +90,6 @@ class Step {
     void finish_layer(int thread, int index);
     void project_logits(int thread);
     // Inside phases.
-    float* residual(int thread) {
-        return private_rows_ && config_.post_norms ? x_private_ + thread * private_stride_ : x_;
-    }
     bf16* normed(int thread) { return private_rows_ ? h_private_ + thread * private_stride_ : h_; }
     void norm_row(int thread, int row, const float* post_norm, const float* norm);
     void rotate_head(const Layer& layer, int token, int kv_head, bf16* kv);
@@ -117,7 +114,7 @@ class Step {
     std::vector<AttentionPlan> plans_;
     AttentionPlan last_plan_;
     // x: fp32 residual stream; h: what goes into a product
-    float *x_ = nullptr, *x_private_ = nullptr, *qkv_ = nullptr, *branch_ = nullptr, *partials_ = nullptr;
+    float *x_ = nullptr, *qkv_ = nullptr, *branch_ = nullptr, *partials_ = nullptr;
     bf16 *h_ = nullptr, *h_private_ = nullptr, *q_ = nullptr, *attended_ = nullptr, *gated_ = nullptr;
     bf16* decoded_ = nullptr;
     Best* best_ = nullptr;

@@ -1,8 +1,8 @@
 // A small team of threads that works through one step phase by phase.
 //
 // OpenMP was the alternative: its idle threads either spin on (taking a core from the api and detok processes) or
-// sleep at every barrier (GOMP's passive mode doubled the step time here). This team spins at a
-// barrier for a moment only, and sleeps on a futex when a wait is long and between steps: no step, no CPU.
+// sleep at every barrier (GOMP's passive mode doubled the step time here). This team spins at the end of a phase for a
+// moment only, and sleeps on a futex when a wait is long and between steps: no step, no CPU.
 #pragma once
 #include <immintrin.h>
 
@@ -25,43 +25,44 @@ class Team {
     int size() const { return size_; }
 
     // Calls body(thread) on every thread of the team, the caller being thread 0. Not reentrant.
-    void run(const std::function<void(int)>& body);
-
-    // Waits until every thread of the team is here.
-    void barrier() {
-        if (size_ == 1) return;
-        const int mine = generation_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
-            arrived_.store(0, std::memory_order_relaxed);
-            generation_.store(mine + 1, std::memory_order_release);
-            generation_.notify_all();  // a system call only if somebody sleeps
-            return;
-        }
-        for (int spins = 0; spins < kSpins; ++spins) {
-            if (generation_.load(std::memory_order_acquire) != mine) return;
-            _mm_pause();
-        }
-        // About 100 us: somebody else has our peer's core. Asleep, we leave ours for the peer to be moved to.
-        generation_.wait(mine, std::memory_order_acquire);
-    }
+    void run(const std::function<void(int)>& body) { run(body, true); }
+    // The same for a body that is whole with any of its threads: returns without those that have not begun when the
+    // caller is through, because another process has their core.
+    void run_with_whoever_comes(const std::function<void(int)>& body) { run(body, false); }
 
  private:
-    static constexpr int kSpins = 4000;
+    void run(const std::function<void(int)>& body, bool everybody);
     void work(int thread);
 
     const int size_;
     const std::function<void(int)>* body_ = nullptr;
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<int> generation_{0};
     alignas(64) std::atomic<uint32_t> ticket_{0};  // one more per run; threads sleep on it
+    alignas(64) std::atomic<uint32_t> open_{0};    // the ticket whose run may be joined; 0: none
+    alignas(64) std::atomic<int> inside_{0};       // threads that may be in a body
+    std::atomic<int> begun_{0};                    // threads that began this run
     std::atomic<bool> stopping_{false};
     std::vector<std::thread> threads_;
 };
 
+// Waits until reached(value), where somebody calls notify_all after a change: spins about 100 us, because most waits
+// are short and a sleeper's core has to be woken, then sleeps.
+template <class T, class Reached>
+void wait_until(const std::atomic<T>& value, Reached reached) {
+    constexpr int kSpins = 4000;
+    for (int spins = 0; spins < kSpins; ++spins) {
+        if (reached(value.load(std::memory_order_acquire))) return;
+        _mm_pause();
+    }
+    for (T seen; !reached(seen = value.load(std::memory_order_acquire));) value.wait(seen, std::memory_order_acquire);
+}
+
 // Hands the items 0..total-1 of a phase to the team: each thread takes its own contiguous share in order, then helps
-// the others. A thread that lost its core to another process therefore holds up the team for one item only.
+// the others.
 //
-// Two sets of cursors alternate, because a fast thread prepares the next phase while a slow one still reads this one.
+// A phase is over when its items are done, not when all threads are there: a thread whose core another process has
+// holds up the team only if it lost it within an item, and then for that item. When it comes back it passes by the
+// phases that are over and joins the one that is not. Hence what a thread does in a phase outside of items may touch
+// only memory of its own, and may read what later phases write (it gets no item then).
 class Phases {
  public:
     explicit Phases(Team& team) : team_(team) {}
@@ -70,42 +71,106 @@ class Phases {
         return static_cast<int>(static_cast<int64_t>(total) * thread / threads);
     }
 
-    // Starts a phase of `total` items: waits for all threads, so that the phase before is complete.
-    void begin(int thread, int total) {
-        Local& local = locals_[thread];
-        local.parity ^= 1;
-        Cursor& mine = cursors_[local.parity][thread];
-        mine.end = share_begin(total, thread + 1, team_.size());
-        mine.next.store(share_begin(total, thread, team_.size()), std::memory_order_relaxed);
-        local.victim = thread;
-        team_.barrier();
+    // Before a run of phases, while no thread of the team is in one.
+    void reset() {
+        done_.store(0, std::memory_order_relaxed);
+        for (int thread = 0; thread < team_.size(); ++thread) {
+            locals_[thread] = {};
+            cursors_[thread].tagged.store(0, std::memory_order_relaxed);
+        }
     }
 
-    // The next item for this thread, or -1.
+    // Starts a phase of `total` items: waits until the phase before is complete. False: this one already is, too.
+    // Every thread goes through the same phases with the same totals.
+    bool begin(int thread, int total) {
+        Local& local = locals_[thread];
+        const uint32_t before = local.until;
+        ++local.phase;
+        local.total = total;
+        local.until += total;
+        help(local, thread);
+        const auto reached = [before](uint32_t done) { return done >= before; };
+        if (!reached(done_.load(std::memory_order_acquire))) wait_until(done_, reached);
+        return done_.load(std::memory_order_acquire) < local.until;
+    }
+
+    // The next item for this thread, or -1. Its items before this one must be finished.
     int claim(int thread) {
         Local& local = locals_[thread];
+        if (thread == slow_thread_) dawdle();
         for (int tries = team_.size(); tries > 0; --tries) {
-            Cursor& cursor = cursors_[local.parity][local.victim];
-            if (cursor.next.load(std::memory_order_relaxed) < cursor.end) {
-                const int item = cursor.next.fetch_add(1, std::memory_order_relaxed);
-                if (item < cursor.end) return item;
+            const int item = take(local);
+            if (item >= 0) {
+                ++local.taken;
+                return item;
             }
-            local.victim = local.victim + 1 == team_.size() ? 0 : local.victim + 1;
+            help(local, local.victim + 1 == team_.size() ? 0 : local.victim + 1);
+        }
+        if (local.taken > 0) {
+            const uint32_t done = done_.fetch_add(local.taken, std::memory_order_acq_rel) + local.taken;
+            local.taken = 0;
+            if (done == local.until) done_.notify_all();  // a system call only if somebody sleeps
         }
         return -1;
     }
 
+    // The item that claim() will probably return, or -1: for prefetching.
+    int peek(int thread) const {
+        const Local& local = locals_[thread];
+        const int next = next_of(local, cursors_[local.victim].tagged.load(std::memory_order_relaxed));
+        return next < local.end ? next : -1;
+    }
+
+    // For tests: makes a thread lose its core for some microseconds before some of its items. -1: none.
+    void make_slow(int thread, int microseconds) {
+        slow_thread_ = thread;
+        slow_microseconds_ = microseconds;
+    }
+
  private:
     struct alignas(64) Cursor {
-        std::atomic<int> next{0};
-        int end = 0;
+        std::atomic<uint64_t> tagged{0};  // the phase in the upper half, the next item in the lower
     };
     struct alignas(64) Local {
-        int parity = 0;
-        int victim = 0;
+        uint32_t phase = 0;
+        uint32_t until = 0;  // done_ when this phase is complete
+        int total = 0;
+        int victim = 0;             // whose share it works on
+        int share = 0, end = 0;     // that share
+        int taken = 0;  // items of this phase that are finished but not yet told
     };
+
+    void help(Local& local, int victim) const {
+        local.victim = victim;
+        local.share = share_begin(local.total, victim, team_.size());
+        local.end = share_begin(local.total, victim + 1, team_.size());
+    }
+
+    // A cursor of an earlier phase stands at the beginning of this one's share: nobody has to set it up.
+    int next_of(const Local& local, uint64_t tagged) const {
+        const uint32_t phase = static_cast<uint32_t>(tagged >> 32);
+        if (phase == local.phase) return static_cast<int>(tagged & 0xffffffff);
+        return phase < local.phase ? local.share : local.end;
+    }
+
+    int take(const Local& local) {
+        std::atomic<uint64_t>& cursor = cursors_[local.victim].tagged;
+        uint64_t seen = cursor.load(std::memory_order_relaxed);
+        for (;;) {
+            const int next = next_of(local, seen);
+            if (next >= local.end) return -1;
+            const uint64_t after = static_cast<uint64_t>(local.phase) << 32 | static_cast<uint32_t>(next + 1);
+            if (cursor.compare_exchange_weak(seen, after, std::memory_order_relaxed)) return next;
+        }
+    }
+
+    void dawdle();
+
     Team& team_;
-    Cursor cursors_[2][kMaxThreads];
+    int slow_thread_ = -1, slow_microseconds_ = 0;
+    uint32_t slow_random_ = 1;
+    alignas(64) std::atomic<uint32_t> done_{0};  // items of all phases of this run
+    Cursor cursors_[kMaxThreads];
     Local locals_[kMaxThreads];
 };
 
