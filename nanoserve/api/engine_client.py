@@ -107,6 +107,10 @@ class EngineClient:
     def num_ending(self) -> int:
         return len(self._ending)
 
+    def stream_bytes(self) -> int:
+        """About how much memory the live requests hold: prompts, output ids, text that waits. Any thread may ask."""
+        return sum(stream.num_bytes for stream in list(self._live.values()))
+
     def submit(self, new: NewRequest, outlet: Outlet) -> RequestStream:
         """Sends the request to the engine; its output arrives in `outlet`."""
         request = AddRequest(

@@ -33,7 +33,7 @@ from nanoserve.ipc.endpoints import Endpoints
 from nanoserve.ipc.ids import RequestIdAllocator
 from nanoserve.ipc.link import EXIT_STREAMS_CUT, ProcessLink
 from nanoserve.ipc.messages import ApiInbox, Failure, ServerStatus, TextBatch
-from nanoserve.obs.memory import read_ledger
+from nanoserve.obs.memory import count, read_ledger
 from nanoserve.obs.proc import LoopLag
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ async def _main(config: ServerConfig, endpoints: Endpoints, link: ProcessLink, l
     inbox: AsyncInbox[ApiInbox] = AsyncInbox(ring, endpoints.api(link.index), ApiInbox)
     outbox = Outbox(ring, endpoints.engine())
     process = ApiProcess(config, link, inbox, outbox)
+    count("stream buffers", process.context.client.stream_bytes)
     process.context.memory = lambda name: read_ledger(endpoints.memory_file(name))
     try:
         all_finished = await process.serve(listen_socket)

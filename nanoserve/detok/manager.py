@@ -70,6 +70,10 @@ class DetokManager:
     def num_states(self) -> int:
         return len(self._states)
 
+    def state_bytes(self) -> int:
+        """About how much memory the states hold. Any thread may ask."""
+        return self._states.num_bytes()
+
     @property
     def num_tracked(self) -> int:
         """States and everything else that is remembered of requests; 0 when nothing lives."""

@@ -20,6 +20,7 @@ from nanoserve.ipc.channels import Inbox, Outbox
 from nanoserve.ipc.endpoints import Endpoints
 from nanoserve.ipc.link import ProcessLink
 from nanoserve.ipc.messages import DetokInbox, TokenBatch
+from nanoserve.obs.memory import count
 from nanoserve.tokenizer import Tokenizer, load_tokenizer
 
 _log = logging.getLogger("nanoserve.detok")
@@ -37,6 +38,7 @@ def run(config: ServerConfig, model_dir: Path, endpoints: Endpoints, link: Proce
     apis = [Outbox(context, endpoints.api(index)) for index in range(config.api.api_workers)]
     if link.incarnation > 1:
         engine.send(manager.resync_all())
+    count("detok states", manager.state_bytes)
     link.ready()
     watchdog = link.watchdog
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from sys import getsizeof
 
 from nanoserve.detok.incremental import TextStream
 from nanoserve.detok.logprobs import ScoreLine
@@ -15,6 +16,7 @@ from nanoserve.detok.stop_strings import Matcher
 from nanoserve.ipc.messages import TextSpec
 
 _MAX_AWAITED = 65536
+_STATE_BYTES = 800  # of one state without its texts, with its decoder's; a test measures it
 
 
 @dataclass(slots=True)
@@ -47,6 +49,12 @@ class StateTable:
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def num_bytes(self) -> int:
+        """About how much memory the states hold: a fixed part each, and the text that they keep. Any thread may ask."""
+        states = list(self._states.values())
+        texts = sum(_text_bytes([state.held_back, *state.parts]) for state in states)
+        return _STATE_BYTES * len(states) + texts
 
     @property
     def num_ended(self) -> int:
@@ -111,3 +119,8 @@ class StateTable:
         self._states.clear()
         self._ended.clear()
         self._awaited.clear()
+
+
+def _text_bytes(texts: list[str]) -> int:
+    """Without those of one character, which Python mostly shares."""
+    return sum(getsizeof(text) for text in texts if len(text) > 1)

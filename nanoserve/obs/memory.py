@@ -1,7 +1,8 @@
 """The memory ledger: which part of this process holds how much of its resident memory.
 
 Owner: each process. Large, long-lived memory is claimed once with `claim`; the pulse thread writes the ledger to a file
-from time to time, and the api shows all of them in /server_info. What is resident is counted page by page in the
+from time to time, and the api shows all of them in /server_info. Small objects that come and go are not claimed but
+counted: their owner says with `count` how much they hold just now. What is resident is counted page by page in the
 kernel's page map, because memory that was allocated and never touched (most of a fresh KV cache) costs nothing.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,12 +24,18 @@ _NOT_ANONYMOUS = bytes(top for top in range(256) if top & 0xA1 != 0x81)
 _CHUNK_PAGES = 1 << 17
 
 _claims: dict[int, tuple[str, int]] = {}  # address -> owner, bytes
+_counts: dict[str, Callable[[], int]] = {}  # owner -> bytes now
 
 
 def claim(owner: str, address: int, num_bytes: int) -> None:
     """Says that `num_bytes` from `address` on belong to `owner` ("weights", "kv cache") for life."""
     if num_bytes:
         _claims[address] = (owner, num_bytes)
+
+
+def count(owner: str, num_bytes: Callable[[], int]) -> None:
+    """Has `owner` asked for the bytes of its objects whenever the ledger is made, on another thread than its own."""
+    _counts[owner] = num_bytes
 
 
 def resident_bytes(address: int, num_bytes: int) -> tuple[int, int]:
@@ -48,7 +56,7 @@ def resident_bytes(address: int, num_bytes: int) -> tuple[int, int]:
 
 
 def ledger() -> dict[str, int]:
-    """Bytes by owner; they add up to `rss`. `heap` is all that nobody has claimed: objects, buffers, stacks."""
+    """Bytes by owner; they add up to `rss`. `heap` is all that has no other owner: objects, buffers, stacks."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     anonymous, files = (
         sum(int(status[key].split()[0]) << 10 for key in keys if key in status)
@@ -60,6 +68,9 @@ def ledger() -> dict[str, int]:
         owners[owner] = owners.get(owner, 0) + held_anonymous + held_files
         anonymous -= held_anonymous
         files -= held_files
+    for owner, num_bytes_now in list(_counts.items()):
+        owners[owner] = min(num_bytes_now(), anonymous)
+        anonymous -= owners[owner]
     return {"rss": anonymous + files + sum(owners.values()), **owners, "code and files": files, "heap": anonymous}
 
 

@@ -123,6 +123,7 @@ def test_the_memory_ledger_adds_up_and_names_the_processes(smollm2_server: Serve
     engine = entries["engine-0"]["memory"]
     assert engine["weights"] > 100 << 20 and 0 < engine["kv cache"] < 600 << 20
     assert engine["heap"] > 0
+    assert "detok states" in entries["detok-0"]["memory"] and "stream buffers" in entries["api-0"]["memory"]
 
 
 def adds_up(entry: dict[str, Any]) -> bool:
