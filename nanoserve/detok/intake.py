@@ -189,11 +189,12 @@ class Intake:
         state = row.state
         if scores is not None and self._vocabulary is not None:
             if state.scores is None:
-                pending = state.stream.pending if state.stream is not None else b""
+                names = self._vocabulary.names
+                num_held, pending = names.unfinished(state.stream) if state.stream is not None else (0, b"")
                 state.scores = ScoreLine(
-                    self._vocabulary.names,
+                    names,
                     skip_special=state.spec.skip_special_tokens,
-                    num_chars=state.sent_chars + len(state.held_back),
+                    num_chars=state.sent_chars + len(state.held_back) + num_held,
                     pending=pending,
                 )
             row.scores = [*(row.scores or ()), (len(row.token_ids), scores)]

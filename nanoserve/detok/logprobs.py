@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import msgspec
 
-from nanoserve.detok.incremental import WindowDecoder, decode_or_none, find_anchor, take_utf8
+from nanoserve.detok.incremental import TextStream, WindowDecoder, decode_or_none, find_anchor, take_utf8
 from nanoserve.detok.token_table import TokenTable
 from nanoserve.ipc.messages import RowLogprobs, TokenText
 from nanoserve.tokenizer import Tokenizer
@@ -61,6 +61,13 @@ class TokenNames:
             return self._text(token_id)
         text = self._table.texts[token_id]
         return escape(self._table.parts[token_id]) if text is None else text
+
+    def unfinished(self, stream: TextStream) -> tuple[int, bytes]:
+        """What the decoder holds of a text: whole characters, and the bytes of an unfinished one."""
+        if not stream.held or self._table is None:
+            return 0, stream.pending
+        _, pending = take_utf8(b"", b"".join(map(self.raw, stream.context)))
+        return int(not pending), pending
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Released text per id of a whole prompt, special tokens left out."""

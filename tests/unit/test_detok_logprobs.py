@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import re
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.config import DetokConfig
+from nanoserve.detok.incremental import take_utf8
 from nanoserve.detok.logprobs import escape
 from nanoserve.detok.manager import DetokManager
 from nanoserve.detok.token_table import _BYTE_OF_CHAR
@@ -98,6 +100,11 @@ def spelled(raw: bytes) -> list[int]:
     """One token per byte of the byte-level vocabularies."""
     letters = {value: char for char, value in _BYTE_OF_CHAR.items()}
     return [byte_level().token_to_id(letters[byte]) or 0 for byte in raw]
+
+
+def tokenizer_bytes(token_ids: list[int]) -> list[int]:
+    """`spelled` undone."""
+    return [_BYTE_OF_CHAR[byte_level().id_to_token(token_id) or ""] for token_id in token_ids]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "window"])
@@ -250,6 +257,29 @@ def test_scores_of_ids_that_are_here_already_are_dropped_with_them() -> None:
     ring.run()
     assert [entry.token_id for entry in ring.of(1).entries] == ids
     assert [entry.logprob for entry in ring.of(1).entries] == [-0.5 * i for i in ids]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "window"])
+@pytest.mark.parametrize("begin", [b"\xe6", b"\xe6\xbc", b"a\xff", b""])
+def test_scores_may_begin_inside_a_character(kind: str, begin: bytes) -> None:
+    """As those of a request do that a new engine goes on with."""
+    tokenizer = byte_level()
+    old, new = spelled(begin), spelled("漢b".encode()[len(begin) % 3 :])
+    manager = DetokManager(tokenizer, DetokConfig(detokenizer=kind))
+    spec = msgspec.msgpack.encode(TextSpec())
+    manager.process([TokenBatch(0, 1, 1, opened=[Opened(1, spec, pack_ids(old))])])
+    offsets: list[int] = []
+    for at, token_id in enumerate(new):
+        scores = scores_for([token_id], tokenizer.vocab_size)
+        batch = TokenBatch(
+            0, 1, 2 + at, request_ids=[1], first_index=[len(old) + at], num_tokens=[1], token_ids=pack_ids([token_id]),
+            logprobs=scores,
+        )  # fmt: skip
+        for row in manager.process([batch]).text_batches[0].logprobs:
+            offsets += [entry.text_offset for entry in row.tokens]
+    whole = begin + bytes(tokenizer_bytes(new))
+    assert len(offsets) == len(new)
+    assert offsets == [len(take_utf8(b"", whole[: len(begin) + at])[0]) for at in range(len(new))]
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,17 @@ def test_what_comes_after_a_stop_token_does_not_touch_the_text_before_it(skip: b
 
 
 @pytest.mark.parametrize("size", [1, 2, 50])
+def test_a_stop_token_before_min_tokens_does_not_count(size: int) -> None:
+    special = TOKENIZER.token_to_id(SPECIALS[2])
+    assert special is not None
+    ids = [*word("ab"), special, *word("cd"), special, *word("ef")]
+    first = len(word("ab")) + 1
+    for min_tokens, text in ((first - 1, "ab"), (first, "abcd")):
+        got = run_one(ids, TextSpec(stop=(SPECIALS[2],), min_tokens=min_tokens), [size] * 40).of(1)
+        assert got.text == text
+
+
+@pytest.mark.parametrize("size", [1, 2, 50])
 def test_a_beginning_in_bytes_stops_at_the_same_token_however_it_came(size: int) -> None:
     tokenizer = byte_level_stripped()
     ring = Ring(tokenizer)
