@@ -123,6 +123,7 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
 async def _last_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Runs before the headers of any response go out, streams included."""
     response.headers[REQUEST_ID_HEADER] = request_label(request)
+    response.headers["Server"] = "nanoserve"  # no versions of libraries for whoever asks
     response.headers.update(request.app[CONTEXT].access.cors_headers(request.headers.get("Origin")))
 
 

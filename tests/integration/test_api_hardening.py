@@ -324,3 +324,8 @@ async def test_hang_ups_at_every_stage_leave_nothing(api: Api) -> None:
             break
         await asyncio.sleep(0.02)
     assert api.process.context.client.num_live == 0 and api.process.context.admission.num_held == 0
+
+
+async def test_answers_tell_no_versions_of_libraries(api: Api) -> None:
+    async with api.http.get(api.url + "/version") as response:
+        assert response.headers["Server"] == "nanoserve"
