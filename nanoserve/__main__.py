@@ -19,14 +19,14 @@ usage: nanoserve COMMAND [options]
   logs DIR        the logs of all processes of a server, merged by time
   healthcheck     exit code 0 when a server on this machine is ready
   bench NAME      a benchmark: serve, regress, peers, steps, accuracy, speculation, micro, detok, detok-table,
-                  chaos, soak
+                  chaos, soak, api-cpu
   version         the version
 
 `nanoserve COMMAND --help` shows the options of a command.
 """
 _BENCHMARKS = (
     *("serve", "regress", "peers", "steps", "accuracy", "speculation"),
-    *("micro", "detok", "detok-table", "chaos", "soak"),
+    *("micro", "detok", "detok-table", "chaos", "soak", "api-cpu"),
 )
 
 
