@@ -289,3 +289,14 @@ def test_few_byte_tokens_are_byte_tokens_too() -> None:
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") or 0 for byte in b"\xe2\x82\xac\xff"]
     decoder = WindowDecoder(tokenizer)
     assert "".join(stream_text(decoder, ids, [1] * 4, [], skip=True, per_token=False)) == "€\ufffd"
+
+
+def test_what_is_remembered_of_contexts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoserve.detok.incremental._MAX_MEMO", 50)
+    tokenizer = byte_level()
+    decoder = WindowDecoder(tokenizer)
+    stream = decoder.open([], skip_special=True)
+    rng = random.Random(3)
+    for _ in range(1000):
+        decoder.decode([(stream, [rng.randrange(tokenizer.vocab_size)], False)])
+        assert len(decoder._pairs) <= 52 and len(decoder._memo) <= 52
