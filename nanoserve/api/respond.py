@@ -140,7 +140,6 @@ class Exchange:
         self._outlet = outlet
         self._streams = streams
         self._num_ended = 0
-        self._overload_status = int(context.config.api.overload_status)
         self._label = label
         self.labels = {job.label, label} - {""}
         self._began_s = context.clock_s()
@@ -218,7 +217,7 @@ class Exchange:
         form = self._form
         parts: list[bytes] = []
         for stream, piece in pieces:
-            if (error := _failure_of(piece, self._overload_status)) is not None:
+            if (error := _failure_of(piece, self._context)) is not None:
                 self._is_over = True
                 self._context.failures.note(self._label, error, self._context.clock_s())
                 return b"".join(parts) + form.failed(error)
@@ -252,7 +251,7 @@ class Exchange:
         return piece
 
     def _raise_failure(self, piece: Piece) -> None:
-        if (error := _failure_of(piece, self._overload_status)) is not None:
+        if (error := _failure_of(piece, self._context)) is not None:
             raise error
 
     def _raise_if_queue_expired(self) -> None:
@@ -331,8 +330,8 @@ def _with_fair_tags(request: web.Request, context: ApiContext, requests: Sequenc
     return [replace(new, priority=tag(key, len(new.prompt_token_ids) + new.sampling.max_tokens)) for new in requests]
 
 
-def _failure_of(piece: Piece, overload_status: int) -> RequestError | None:
+def _failure_of(piece: Piece, context: ApiContext) -> RequestError | None:
     record = piece.finished
     if record is None or record.finished.reason != FinishReason.ERROR:
         return None
-    return from_failure(record.finished.failure, overload_status)
+    return from_failure(record.finished.failure, int(context.config.api.overload_status))
