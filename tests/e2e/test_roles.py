@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import Server, wait_until
-from tests.e2e.test_recovery import PROMPTS, after_events, is_ready, run_streams
+from tests.e2e.test_recovery import PROMPTS, after_events, is_ready, run_streams, running
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +77,28 @@ def test_a_stopped_engine_loses_nothing_and_a_restarted_api_serves_again(start_r
     assert api.stop() == 0
     again = start_role("api").wait_ready()  # meets the engine and the detokenizer that have been there all along
     assert [stream.text for stream in run_streams(again, max_tokens=60)] == [stream.text for stream in undisturbed]
+
+
+def test_a_killed_api_leaves_nothing_in_the_engine_and_all_may_be_killed_at_once(start_role: Start) -> None:
+    servers = {role: start_role(role) for role in ("api", "engine", "detok")}
+    api = servers["api"].wait_ready()
+    undisturbed = [stream.text for stream in run_streams(api, max_tokens=20)]
+    body = {"model": "sim", "prompt": "x", "max_tokens": 20_000, "ignore_eos": True}
+    events = api.stream("/v1/completions", body)
+    next(events)
+    api.send_signal(signal.SIGKILL)
+    api.wait_exit()
+    events.close()
+    api = servers["api"] = start_role("api")
+    api.wait_ready()
+    wait_until(lambda: running(api) == 0, 5, "the dead one's request has left the engine")
+
+    for server in servers.values():
+        server.send_signal(signal.SIGKILL)
+    for server in servers.values():
+        server.wait_exit()
+    api = [start_role(role) for role in ("engine", "api", "detok")][1].wait_ready()
+    assert [stream.text for stream in run_streams(api, max_tokens=20)] == undisturbed
 
 
 def test_a_second_process_of_a_role_is_refused_and_the_first_goes_on(start_role: Start) -> None:
