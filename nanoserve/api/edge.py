@@ -30,10 +30,12 @@ _CLOSE_S = 2.0  # for handlers to write their last words
 class Connection(web.RequestHandler):
     """One client connection. `headers_seen` is called by the middleware of every request."""
 
-    __slots__ = ("_header_timer", "_limits")
+    __slots__ = ("_header_timer", "_limits", "_num_unread", "_write_timer")
 
     def __init__(self, manager: web.Server, *, loop: asyncio.AbstractEventLoop, limits: ApiConfig) -> None:
         self._header_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._num_unread = 0
         self._limits = limits
         super().__init__(
             manager,
@@ -56,7 +58,36 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.headers_seen()
+        self._end_write_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client has not read what was sent. From now on it has to make progress, whatever kind of answer it is."""
+        super().pause_writing()
+        self._await_reading()
+
+    def resume_writing(self) -> None:
+        self._end_write_timer()
+        super().resume_writing()
+
+    def _await_reading(self) -> None:
+        if self._limits.write_timeout and self.transport is not None:
+            self._num_unread = self.transport.get_write_buffer_size()
+            self._write_timer = self._loop.call_later(self._limits.write_timeout, self._on_write_timeout)
+
+    def _on_write_timeout(self) -> None:
+        self._write_timer = None
+        if self.transport is None:
+            return
+        if self.transport.get_write_buffer_size() < self._num_unread:
+            self._await_reading()
+        else:
+            self.transport.abort()
+
+    def _end_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def headers_seen(self) -> None:
         """The first request is here: from now on the keep-alive time bounds the waiting."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,6 +16,7 @@ import pytest
 from nanoserve.api.resume import EventLog
 from nanoserve.config import ApiConfig, SchedulerConfig, ServerConfig
 from nanoserve.errors import RequestError
+from nanoserve.ipc.columns import pack_ids
 from nanoserve.ipc.messages import AddRequest
 from tests.integration.api_ring import Api, loaded_api
 
@@ -329,3 +332,43 @@ async def test_hang_ups_at_every_stage_leave_nothing(api: Api) -> None:
 async def test_answers_tell_no_versions_of_libraries(api: Api) -> None:
     async with api.http.get(api.url + "/version") as response:
         assert response.headers["Server"] == "nanoserve"
+
+
+async def test_a_client_that_never_reads_a_large_answer_is_cut_and_one_that_reads_slowly_is_not(tmp_path: Path) -> None:
+    """What a unary answer pins in memory is bounded in time too."""
+    async with loaded_api(tmp_path, config(write_timeout=0.3)) as api:
+
+        def script(add: AddRequest) -> None:
+            api.ring.send(
+                request_ids=[add.request_id], deltas=["a" * 12_000_000], char_offset=[0], first_index=[0],
+                num_tokens=[1], token_ids=pack_ids([97]),
+            )  # fmt: skip
+            api.ring.finish(add.request_id)
+
+        api.ring.script = script
+        payload = b'{"prompt":"x"}'
+        head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+
+        def connect() -> socket.socket:
+            sock = socket.socket()
+            sock.connect(("127.0.0.1", urlsplit(api.url).port))
+            sock.sendall(head % (COMPLETIONS.encode(), len(payload)) + payload)
+            sock.setblocking(False)
+            return sock
+
+        loop = asyncio.get_running_loop()
+        with connect() as silent:
+            await asyncio.sleep(1.5)  # several times the limit
+            received = 0
+            with suppress(ConnectionResetError):
+                while chunk := await asyncio.wait_for(loop.sock_recv(silent, 1 << 20), 10):
+                    received += len(chunk)
+            assert received < 12_000_000  # what the kernel held, no more
+        with connect() as slow:
+            received = 0
+            for _ in range(10):
+                received += len(await asyncio.wait_for(loop.sock_recv(slow, 1 << 20), 10))
+                await asyncio.sleep(0.1)
+            while received < 12_000_000:
+                received += len(await asyncio.wait_for(loop.sock_recv(slow, 1 << 20), 10)) or 10**12
+            assert received < 10**12
