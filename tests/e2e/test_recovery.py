@@ -279,3 +279,17 @@ def test_no_moment_is_a_bad_one_to_die(start_server: StartServer) -> None:
         assert [stream.errors for stream in streams] == [[]] * len(PROMPTS), what
         assert [stream.text for stream in streams] == [stream.text for stream in undisturbed], what
         wait_until(lambda: is_ready(server), 20, f"ready again after {what}")
+
+
+def test_a_new_detokenizer_whose_first_word_is_lost_hears_of_all_streams(start_server: StartServer) -> None:
+    """Nobody answers its Resync; api asks for what has become silent."""
+    server = start_server("sim", "--sim-step-ms", "10", "--fault", "detok:drop=engine@1!")
+    undisturbed = run_streams(server)
+
+    def disturb(progress: threading.Semaphore) -> None:
+        after_events(progress, 200)
+        kill("detok-0")(server)
+
+    streams = run_streams(server, disturb)
+    assert [stream.errors for stream in streams] == [[]] * len(PROMPTS)
+    assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
