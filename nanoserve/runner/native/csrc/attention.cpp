@@ -100,29 +100,36 @@ using ValuesFunction = void (*)(const bf16*, const bf16* const*, const bf16* con
 constexpr ValuesFunction kValues[7] = {nullptr,      values_of<1>, values_of<2>, values_of<3>,
                                        values_of<4>, values_of<5>, values_of<6>};
 
-// Masked softmax numerators of one row over the segment's pages. Tokens oldest..newest are relative to the first page.
-void exponentials(float* scores, bf16* probs, int num_pages, int oldest, int newest, float* max, float* sum) {
+// Which of a page's 16 tokens are in oldest..newest; both relative to the segment's first page.
+inline __mmask16 alive(int page, int oldest, int newest) {
+    const int low = std::clamp(oldest - page * kPageTokens, 0, 16),
+              high = std::clamp(newest + 1 - page * kPageTokens, 0, 16);
+    return static_cast<__mmask16>(((1u << high) - 1) & ~((1u << low) - 1));
+}
+
+// The largest score of one row over the segment's pages; kNone where all are masked.
+template <bool MASKED>
+float largest(const float* scores, int num_pages, int oldest, int newest) {
     __m512 top = _mm512_set1_ps(kNone);
-    auto alive = [&](int page) {
-        const int low = std::clamp(oldest - page * kPageTokens, 0, 16),
-                  high = std::clamp(newest + 1 - page * kPageTokens, 0, 16);
-        return static_cast<__mmask16>(((1u << high) - 1) & ~((1u << low) - 1));
-    };
     for (int page = 0; page < num_pages; ++page) {
         const __m512 s = _mm512_loadu_ps(scores + page * kPageTokens);
-        top = _mm512_mask_max_ps(top, alive(page), top, s);
+        top = MASKED ? _mm512_mask_max_ps(top, alive(page, oldest, newest), top, s) : _mm512_max_ps(top, s);
     }
-    const float most = _mm512_reduce_max_ps(top);
+    return _mm512_reduce_max_ps(top);
+}
+
+// Softmax numerators of one row, and their sum.
+template <bool MASKED>
+float exponentials(const float* scores, bf16* probs, int num_pages, int oldest, int newest, float most) {
     const __m512 shift = _mm512_set1_ps(most);
     __m512 total = _mm512_setzero_ps();
     for (int page = 0; page < num_pages; ++page) {
-        const __m512 s = _mm512_loadu_ps(scores + page * kPageTokens);
-        const __m512 e = _mm512_maskz_mov_ps(alive(page), exp2_ps(_mm512_sub_ps(s, shift)));
+        __m512 e = exp2_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + page * kPageTokens), shift));
+        if (MASKED) e = _mm512_maskz_mov_ps(alive(page, oldest, newest), e);
         total = _mm512_add_ps(total, e);
         store_bf16(probs + page * kPageTokens, e);
     }
-    *max = most;
-    *sum = _mm512_reduce_add_ps(total);
+    return _mm512_reduce_add_ps(total);
 }
 
 }  // namespace
@@ -200,12 +207,20 @@ void attend_segment(const AttentionShape& shape, int window, const bf16* queries
         row += count;
         left -= count;
     }
-    for (int row = 0; row < rows; ++row) {
-        const int position = tile.first_position + row / group, base = first_page * kPageTokens;
-        const int oldest = window > 0 ? std::max(0, position - window + 1) - base : 0;
-        exponentials(scratch.scores + row * kSegmentTokens, scratch.probs + row * kSegmentTokens, num_pages, oldest,
-                     position - base, result.max + row, result.sum + row);
-    }
+    const int base = first_page * kPageTokens;
+    auto oldest = [&](int row) {
+        return window > 0 ? std::max(0, tile.first_position + row / group - window + 1) - base : 0;
+    };
+    auto newest = [&](int row) { return tile.first_position + row / group - base; };
+    auto whole = [&](int row) { return oldest(row) <= 0 && newest(row) >= num_pages * kPageTokens - 1; };
+    // All rows' largest scores first: one row's would wait for its own reduction.
+    for (int row = 0; row < rows; ++row)
+        result.max[row] = (whole(row) ? largest<false> : largest<true>)(scratch.scores + row * kSegmentTokens,
+                                                                        num_pages, oldest(row), newest(row));
+    for (int row = 0; row < rows; ++row)
+        result.sum[row] = (whole(row) ? exponentials<false> : exponentials<true>)(
+            scratch.scores + row * kSegmentTokens, scratch.probs + row * kSegmentTokens, num_pages, oldest(row),
+            newest(row), result.max[row]);
     for (int row = 0, left = rows, parts = (rows + 5) / 6; parts > 0; --parts) {
         const int count = (left + parts - 1) / parts;
         kValues[count](scratch.probs + row * kSegmentTokens, pages, later, num_pages, head_dim,
