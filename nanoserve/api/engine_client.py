@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from nanoserve.api.stream import Outlet, RequestStream, StreamGapError
+from nanoserve.api.stream import SILENT_NS, Outlet, RequestStream, StreamGapError
 from nanoserve.ipc.columns import pack_ids, unpack_ids
 from nanoserve.ipc.ids import RequestIdAllocator
 from nanoserve.ipc.messages import (
@@ -35,8 +35,6 @@ from nanoserve.ipc.messages import (
 
 DEADLINE_WORD = "timeout"  # stop reason of a request that its deadline ended
 ABORTED_WORD = "abort_request"  # and of one that somebody else ended
-_SILENT_NS = 5_000_000_000  # then a request is asked for; after that with twice the patience each time
-_MOST_DOUBLINGS = 5
 _LOOK_NS = 1_000_000_000
 
 
@@ -160,7 +158,7 @@ class EngineClient:
         self.note_engine(batch.engine_incarnation)
         for accepted in batch.accepted:
             if (stream := self._live.get(accepted.request_id)) is not None:
-                stream.heard_ns, stream.num_asked = self._clock_ns(), 0
+                stream.silence.end(self._clock_ns())
                 stream.accept(accepted.queue_position, accepted.num_computed)
         for prompt in batch.prompt_logprobs:
             if (stream := self._live.get(prompt.request_id)) is not None:
@@ -189,7 +187,7 @@ class EngineClient:
         for stream in self._live.values():
             self._send(_with_output(stream))
             self.counters.resubmitted += 1
-            stream.heard_ns, stream.num_asked = now_ns, 0
+            stream.silence.end(now_ns)
 
     def ask_for_silent(self, now_ns: int) -> None:
         """Asks the engine for what has been silent for long: whatever was lost, on whichever edge, comes again.
@@ -203,15 +201,14 @@ class EngineClient:
         self._look_due_ns = now_ns + _LOOK_NS
         if was_away:
             return
-        silent = [stream for stream in self._live.values() if now_ns - stream.heard_ns >= _patience_ns(stream)]
+        silent = [stream for stream in self._live.values() if stream.silence.is_due(now_ns)]
         for stream in silent:
             self._send(_with_output(stream))
-            stream.heard_ns = now_ns
-            stream.num_asked += 1
+            stream.silence.ask(now_ns)
         if silent:
             self.counters.asked += len(silent)
             self._send(Resync(request_ids=[stream.request_id for stream in silent]))
-        late = [request_id for request_id, at_ns in self._ending.items() if now_ns - at_ns >= _SILENT_NS]
+        late = [request_id for request_id, at_ns in self._ending.items() if now_ns - at_ns >= SILENT_NS]
         if late:
             self._remind_of_ends(late, now_ns)
 
@@ -275,7 +272,7 @@ class EngineClient:
                 stream, Failure(status=500, message="A part of the output was lost.", error_type="server_error")
             )
             return
-        stream.heard_ns, stream.num_asked = now_ns, 0
+        stream.silence.end(now_ns)
         if num_new <= 0:
             self.counters.repeated_rows += num_new < 0
             return
@@ -309,10 +306,6 @@ class EngineClient:
 
 def _with_output(stream: RequestStream) -> AddRequest:
     return msgspec.structs.replace(stream.request, output_token_ids=pack_ids(stream.output_ids))
-
-
-def _patience_ns(stream: RequestStream) -> int:
-    return _SILENT_NS << min(stream.num_asked, _MOST_DOUBLINGS)
 
 
 def _with_prompt(record: TextFinished, stream: RequestStream, now_ns: int) -> TextFinished:

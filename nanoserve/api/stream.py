@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from nanoserve.errors import ProtocolError
 from nanoserve.ipc.messages import AddRequest, RowTokenTexts, TextFinished, TokenText
 
+SILENT_NS = 5_000_000_000
+_MOST_DOUBLINGS = 5
 _STREAM_BYTES = 1200  # of a live request without ids and text, with its message; a test measures it
+SILENT_NS = 5_000_000_000  # then a request is asked for; after that with twice the patience each time
+_MOST_DOUBLINGS = 5
 _PIECE_BYTES = 64  # of a pending text besides its characters
 
 
@@ -55,6 +59,24 @@ class PumpQueue:
         due, self._due = self._due, []
         for outlet in due:
             outlet.run_pump()
+
+
+@dataclass(slots=True)
+class Silence:
+    """For how long nothing has come for a request, and when to ask for it: each time with twice the patience."""
+
+    since_ns: int  # last sign of life, or when we last asked for one
+    num_asked: int = 0
+
+    def end(self, now_ns: int) -> None:
+        self.since_ns, self.num_asked = now_ns, 0
+
+    def is_long(self, now_ns: int) -> bool:
+        return now_ns - self.since_ns >= SILENT_NS << min(self.num_asked, _MOST_DOUBLINGS)
+
+    def note_asked(self, now_ns: int) -> None:
+        self.since_ns = now_ns
+        self.num_asked += 1
 
 
 class Outlet:
@@ -105,6 +127,28 @@ class Outlet:
             self.pump()
 
 
+class Silence:
+    """How long nothing was heard of a request, and how often the engine was asked since."""
+
+    __slots__ = ("_num_asked", "_since_ns")
+
+    def __init__(self, since_ns: int) -> None:
+        self._since_ns = since_ns
+        self._num_asked = 0
+
+    def end(self, now_ns: int) -> None:
+        """A sign of life."""
+        self._since_ns, self._num_asked = now_ns, 0
+
+    def is_due(self, now_ns: int) -> bool:
+        """Whether to ask; each time it takes twice as long as the last."""
+        return now_ns - self._since_ns >= SILENT_NS << min(self._num_asked, _MOST_DOUBLINGS)
+
+    def ask(self, now_ns: int) -> None:
+        self._since_ns = now_ns
+        self._num_asked += 1
+
+
 class RequestStream:
     """State of one live request in the api process. `output_ids` stays whole: a new engine resumes from it."""
 
@@ -119,17 +163,15 @@ class RequestStream:
         "accepted",
         "finished",
         "first_ns",
-        "heard_ns",
         "index",
         "interval",
         "last_ns",
-        "num_asked",
         "num_chars",
         "num_computed",
         "output_ids",
         "pending_chars",
         "request",
-        "submitted_ns",
+        "silence",
         "wants_ids",
     )
 
@@ -146,11 +188,9 @@ class RequestStream:
         self.accepted: int | None = None  # queue position, once the engine has taken it
         self.num_computed = 0  # of the prompt
         self.finished: TextFinished | None = None
-        self.submitted_ns = request.arrival_ns
         self.first_ns = 0
         self.last_ns = 0
-        self.heard_ns = request.arrival_ns  # last sign of life, or when we last asked for one
-        self.num_asked = 0  # since then
+        self.silence = Silence(request.arrival_ns)
         self._outlet = outlet
         self._num_taken = 0
         self._num_scored = 0  # logprob entries so far; they may lag behind the ids, with their text
@@ -162,6 +202,14 @@ class RequestStream:
     @property
     def request_id(self) -> int:
         return self.request.request_id
+
+    @property
+    def submitted_ns(self) -> int:
+        return self.request.arrival_ns
+
+    @property
+    def submitted_ns(self) -> int:
+        return self.request.arrival_ns
 
     @property
     def num_bytes(self) -> int:
