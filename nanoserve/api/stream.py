@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from nanoserve.errors import ProtocolError
 from nanoserve.ipc.messages import AddRequest, RowTokenTexts, TextFinished, TokenText
 
-SILENT_NS = 5_000_000_000
-_MOST_DOUBLINGS = 5
 _STREAM_BYTES = 1200  # of a live request without ids and text, with its message; a test measures it
 SILENT_NS = 5_000_000_000  # then a request is asked for; after that with twice the patience each time
 _MOST_DOUBLINGS = 5
@@ -59,24 +57,6 @@ class PumpQueue:
         due, self._due = self._due, []
         for outlet in due:
             outlet.run_pump()
-
-
-@dataclass(slots=True)
-class Silence:
-    """For how long nothing has come for a request, and when to ask for it: each time with twice the patience."""
-
-    since_ns: int  # last sign of life, or when we last asked for one
-    num_asked: int = 0
-
-    def end(self, now_ns: int) -> None:
-        self.since_ns, self.num_asked = now_ns, 0
-
-    def is_long(self, now_ns: int) -> bool:
-        return now_ns - self.since_ns >= SILENT_NS << min(self.num_asked, _MOST_DOUBLINGS)
-
-    def note_asked(self, now_ns: int) -> None:
-        self.since_ns = now_ns
-        self.num_asked += 1
 
 
 class Outlet:
@@ -202,10 +182,6 @@ class RequestStream:
     @property
     def request_id(self) -> int:
         return self.request.request_id
-
-    @property
-    def submitted_ns(self) -> int:
-        return self.request.arrival_ns
 
     @property
     def submitted_ns(self) -> int:
