@@ -211,7 +211,8 @@ struct Cut {
     Cut(const Linear& weight, int m)
         : panels(num_panels(weight.n)), run(m <= kWideRows ? 2 : 1), runs((panels + run - 1) / run) {
         const int fit = static_cast<int>(kSlabBytes / (static_cast<size_t>(weight.k) * sizeof(bf16)));
-        slab = std::max(1, std::min(m, std::max(kTileRows, fit / kTileRows * kTileRows)));
+        const int most = std::max(kTileRows, fit / kTileRows * kTileRows), slabs = std::max(1, (m + most - 1) / most);
+        slab = std::max(1, std::min(m, ((m + slabs - 1) / slabs + kTileRows - 1) / kTileRows * kTileRows));
     }
     int items(int m) const { return (m + slab - 1) / slab * runs; }
     int first_panel(int item) const { return item % runs * run; }
