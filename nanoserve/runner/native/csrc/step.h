@@ -108,7 +108,7 @@ class Step {
     int32_t* const greedy_;
     const int threads_;
     const bool one_token_rows_;
-    bool private_rows_ = false;           // few rows: every thread norms all of them itself, which saves a barrier
+    bool private_rows_ = false;           // few rows: every thread norms all of them itself, which saves a phase
     std::vector<int> pages_;              // per row its page table
     std::vector<const int*> page_table_;  // per token
     std::vector<AttentionPlan> plans_;
