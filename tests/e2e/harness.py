@@ -26,6 +26,12 @@ _LISTENING = re.compile(r"listening on (http://\S+)")
 _PID = re.compile(r"(\w+-\d+) (\d+)")
 
 
+def _default_signals() -> None:
+    """Undoes what a background job's shell or `nohup` has set: a server leaves ignored signals ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Server:
     """One launcher with its children. Use it as a context manager, or `stop()` it."""
 
@@ -42,6 +48,7 @@ class Server:
             text=True,
             errors="replace",
             env={**os.environ, **(env or {})},
+            preexec_fn=_default_signals,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
