@@ -128,7 +128,7 @@ def test_too_many_deaths_end_everything_with_an_error_event_and_code_70(start_se
     wait_until(lambda: "is back, life 2" in server.output and is_ready(server), 20, "the one restart")
 
     def disturb(progress: threading.Semaphore) -> None:
-        after_events(progress, 30)
+        after_events(progress, 20 * len(PROMPTS))  # every stream is under way
         os.kill(newest_pid(server, "engine-0"), signal.SIGKILL)
 
     streams = run_streams(server, disturb, max_tokens=2000)

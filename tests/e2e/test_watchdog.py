@@ -49,7 +49,8 @@ def test_a_stuck_loop_is_dumped_then_ended_then_restarted(role: str, start_serve
 
 
 def test_native_code_that_holds_the_lock_is_dumped(start_server: StartServer) -> None:
-    server = start_server("sim", "--watchdog-soft", "1", "--watchdog-hard", "0", "--fault", "engine:hold=8@4")
+    # A turn some seconds after the start: the timer that was set while the engine loaded allows for more than 8 s.
+    server = start_server("sim", "--watchdog-soft", "1", "--watchdog-hard", "0", "--fault", "engine:hold=8@8")
     wait_until(lambda: "Timeout (0:00:0" in server.log("engine-0", "watchdog.log"), 30, "the C timer's stacks")
     assert "_happen" in server.log("engine-0", "watchdog.log")
 
