@@ -122,7 +122,7 @@ def test_the_real_model_at_high_temperature(smollm2_server: Server, tokenizer: T
     """Seeded sampling repeats its draws, so both forms get the same ids, and at this temperature hard ones."""
     bodies = [
         {"prompt": prompt, "max_tokens": 24, "temperature": 2.0, "seed": seed}
-        for seed, prompt in enumerate(_prompts()[:12])
+        for seed, prompt in enumerate(_prompts()[:24])
     ]
     naive_wrong = _check(smollm2_server, bodies, tokenizer, concurrency=8)
-    assert naive_wrong, "these ids are too easy"
+    assert naive_wrong > len(bodies) / 4, "these ids are too easy"
