@@ -52,8 +52,9 @@ fmt: $(STAMP)-fast  ## format in place
 	$(BIN)/ruff check --fix nanoserve tests
 	$(BIN)/ruff format nanoserve tests
 
-tree: $(STAMP)-fast  ## docs/tree.md from the docstrings
+tree: $(STAMP)-fast  ## docs/tree.md from the docstrings, docs/rules.md's column of tests from their markers
 	$(BIN)/python -m tests.architecture.tree
+	$(BIN)/python -m tests.architecture.rules
 
 bench-peers: setup  ## nanoserve beside vLLM and llama.cpp, installed under .cache/peers (ARGS='-- --workload W1')
 	$(BIN)/python -m nanoserve.bench.peers $(ARGS)

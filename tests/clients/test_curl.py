@@ -42,6 +42,7 @@ def test_unary_and_streamed(server: Server) -> None:
     assert status == b"200" and read_stream(answer, chat=False).choices[0].text == " yes" * 5
 
 
+@pytest.mark.rule(72)
 def test_http_1_0_gets_the_same_bytes_without_chunks(server: Server) -> None:
     answer, status = post(server, go(stream=True), "--http1.0").rsplit(b"\n", 1)
     assert status == b"200" and read_stream(answer, chat=False).choices[0].text == " yes" * 5
@@ -54,12 +55,14 @@ def test_a_body_in_chunks_and_an_expectation(server: Server) -> None:
         assert post(server, go(), "-H", header).endswith(b"200")
 
 
+@pytest.mark.rule(72)
 def test_compression_is_not_for_streams(server: Server) -> None:
     raw = post(server, go(stream=True), "-i", "-H", "Accept-Encoding: gzip, br, zstd")
     head, body = raw.split(b"\r\n\r\n", 1)
     assert b"content-encoding" not in head.lower() and body.startswith(b"data: {")
 
 
+@pytest.mark.rule(17)
 @pytest.mark.parametrize(
     ("args", "path", "status"),
     [

@@ -125,6 +125,7 @@ def test_several_choices(client: Any) -> None:
     assert texts == [" day day day"] * 3
 
 
+@pytest.mark.rule(37)
 def test_a_seed_repeats_and_samples_differ(client: Any) -> None:
     fields: Any = {"model": MODEL, "messages": LONG, "max_tokens": 12, "temperature": 1.5, "n": 2}
     first, again = (
@@ -250,6 +251,7 @@ def _generated(server: Server) -> float:
     return next(float(line.split()[1]) for line in lines if line.startswith("nanoserve_generation_tokens_total "))
 
 
+@pytest.mark.rule(73)
 def test_closing_a_stream_stops_the_work(client: Any, server: Server) -> None:
     """Seen by the tokens made afterwards, not by the end state."""
     before = _generated(server)

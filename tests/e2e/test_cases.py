@@ -30,6 +30,8 @@ def go(server: Server, max_tokens: int, *ids: int, prompt: Any = "Go", **fields:
     return ask(server, {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **force(*ids), **fields})
 
 
+@pytest.mark.case(1, 2, 3, 4, 11)
+@pytest.mark.rule(45, 51)
 @pytest.mark.parametrize(
     ("token_id", "max_tokens", "text"),
     [
@@ -45,6 +47,7 @@ def test_1_to_4_and_11_spaces_and_specials(server: Server, token_id: int, max_to
     assert (answer.text, answer.reason, answer.usage["completion_tokens"]) == (text, "length", max_tokens)
 
 
+@pytest.mark.case(5, 6)
 def test_5_and_6_fire(server: Server) -> None:
     texts = [go(server, n, *FIRE, prompt="🔥" * 12) for n in (18, 19, 20)]
     assert [answer.usage["completion_tokens"] for answer in texts] == [18, 19, 20]
@@ -54,16 +57,21 @@ def test_5_and_6_fire(server: Server) -> None:
         assert answer.text.rstrip("�").startswith(whole.rstrip("�")) and answer.text.count("�") <= 1
 
 
+@pytest.mark.case(7)
+@pytest.mark.rule(47)
 def test_7_held_bytes_are_flushed_and_come_early(server: Server) -> None:
     answer = go(server, 25, FIRE[1])
     assert answer.text == "�" * 25 and answer.num_content_events > 3
 
 
+@pytest.mark.case(8)
 def test_8_long_garbage(server: Server) -> None:
     """That its cost per token does not grow is the detokenizer's own test; here it is only right."""
     assert go(server, 120, E2).text == "�" * 120
 
 
+@pytest.mark.case(9, 10)
+@pytest.mark.rule(48)
 def test_9_and_10_the_prompt_is_no_part_of_the_output(server: Server) -> None:
     text = go(server, 3, FIRE[1], prompt=[14229, DAY, FIRE[0]]).text
     assert "Good" not in text and "day" not in text and len(text) <= 4
@@ -71,6 +79,7 @@ def test_9_and_10_the_prompt_is_no_part_of_the_output(server: Server) -> None:
     assert text in ("🔥", "�")
 
 
+@pytest.mark.case(12, 13, 14)
 @pytest.mark.parametrize(("prompt", "n"), [("தமிழ் " * 10, 30), ("🏳️‍🌈" * 10, 27), ("שלום, " * 10, 24)])
 def test_12_to_14_scripts(server: Server, prompt: str, n: int) -> None:
     ids = server.post("/tokenize", {"prompt": prompt})[1]["tokens"]
@@ -78,6 +87,8 @@ def test_12_to_14_scripts(server: Server, prompt: str, n: int) -> None:
     assert "�" not in text.rstrip("�")
 
 
+@pytest.mark.case(15, 16, 17, 18, 19, 20)
+@pytest.mark.rule(54, 55, 56, 60)
 @pytest.mark.parametrize(
     ("token_id", "n", "stop", "text", "reason"),
     [
@@ -96,16 +107,22 @@ def test_15_to_20_stop_strings(server: Server, token_id: int, n: int, stop: list
         assert answer.stop_reasons[0] in stop
 
 
+@pytest.mark.case(18)
+@pytest.mark.rule(56)
 def test_18_a_long_stop_string_delays_nothing(server: Server) -> None:
     body = {"prompt": "Go", "max_tokens": 40, "temperature": 0, "stop": ["Q" * 120], **force(TWO)}
     assert ask_streamed(server, body).num_content_events > 20
 
 
+@pytest.mark.case(21)
+@pytest.mark.rule(54)
 def test_21_the_prompt_is_not_searched(server: Server) -> None:
     answer = go(server, 1, YES, prompt="so yes ye", echo=True, stop=["yes y"])
     assert (answer.text, answer.reason) == ("so yes ye yes", "length")
 
 
+@pytest.mark.case(22)
+@pytest.mark.rule(57)
 def test_22_an_unfinished_character_is_no_match(server: Server) -> None:
     plain = go(server, 18, *FIRE, prompt="🔥" * 12)
     if "�" not in plain.text:
@@ -113,6 +130,8 @@ def test_22_an_unfinished_character_is_no_match(server: Server) -> None:
         assert (stopped.text, stopped.reason) == (plain.text, "length")
 
 
+@pytest.mark.case(24, 25)
+@pytest.mark.rule(24, 69)
 def test_24_and_25_choices(server: Server) -> None:
     answer = ask(server, {"prompt": "Go", "n": 2, "temperature": 1, "max_tokens": 3, **force(DAY)})
     assert answer.texts == [" day day day"] * 2 and answer.usage["completion_tokens"] == 6
@@ -120,6 +139,8 @@ def test_24_and_25_choices(server: Server) -> None:
     assert ask(server, body).texts == ["a b day", "a b day", "c d e day", "c d e day"]
 
 
+@pytest.mark.case(26)
+@pytest.mark.rule(24)
 def test_26_four_shapes_mean_the_same(server: Server) -> None:
     shapes: list[Any] = ["Good day", ["Good day"], [14229, 1194], [[14229, 1194]]]
     answers = [ask(server, {"prompt": prompt, "max_tokens": 4, "temperature": 0}) for prompt in shapes]
@@ -127,6 +148,8 @@ def test_26_four_shapes_mean_the_same(server: Server) -> None:
     assert all(answer.usage["prompt_tokens"] == 2 for answer in answers)
 
 
+@pytest.mark.case(32)
+@pytest.mark.rule(36)
 def test_32_nearly_zero_temperature_is_greedy(server: Server) -> None:
     texts = {
         ask_unary(server, {"prompt": "Two plus two is", "max_tokens": 8, "temperature": t}).text
@@ -135,6 +158,8 @@ def test_32_nearly_zero_temperature_is_greedy(server: Server) -> None:
     assert len(texts) == 1
 
 
+@pytest.mark.case(33, 34)
+@pytest.mark.rule(26)
 def test_33_and_34_context(server: Server) -> None:
     limit = server.get("/v1/models")[1]["data"][0]["max_model_len"]
     for stream in (False, True):
@@ -144,6 +169,8 @@ def test_33_and_34_context(server: Server) -> None:
     assert answer.usage["completion_tokens"] == 1
 
 
+@pytest.mark.case(36, 37)
+@pytest.mark.rule(62, 67)
 def test_36_and_37_chat(server: Server) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "temperature": 0, **force(TWO)}
     answer = ask(server, body, CHAT)
@@ -163,6 +190,8 @@ def test_36_and_37_chat(server: Server) -> None:
     assert raw.decode(errors="replace").rstrip("�") == answer.text.rstrip("�")
 
 
+@pytest.mark.case(38)
+@pytest.mark.rule(63)
 def test_38_echo_and_logprobs(server: Server) -> None:
     answer = go(server, 2, DAY, prompt="Good day", echo=True, logprobs=1)
     shown = answer.logprobs[0]
@@ -170,12 +199,14 @@ def test_38_echo_and_logprobs(server: Server) -> None:
     assert shown["text_offset"] == [0, 4, 8, 12] and shown["token_logprobs"][0] is None
 
 
+@pytest.mark.rule(28, 64)
 def test_echo_alone_scores_the_prompt(server: Server) -> None:
     answer = ask(server, {"prompt": "Good day to you", "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0})
     assert answer.text == "Good day to you" and answer.usage["completion_tokens"] == 0
     assert len(answer.logprobs[0]["tokens"]) == 4
 
 
+@pytest.mark.case(39)
 def test_39_hang_up_frees_the_engine(server: Server) -> None:
     stream = server.stream(COMPLETIONS, {"prompt": "Go", "max_tokens": 300, **force(YES)})
     for _ in range(3):
@@ -185,6 +216,7 @@ def test_39_hang_up_frees_the_engine(server: Server) -> None:
     wait_until(lambda: idle in server.get("/metrics")[1], 10.0, "the engine still runs the request")
 
 
+@pytest.mark.case(41)
 def test_41_neighbours(server: Server) -> None:
     results: dict[int, Any] = {}
     tokens = [(YES, " yes"), (TWO, " two"), (DAY, " day"), (SEMICOLON, " ;")] * 3

@@ -69,6 +69,7 @@ def ours(model: ServedModel, messages: list[dict[str, Any]], **flags: Any) -> li
     return model.tokenizer.encode(text, add_special_tokens=False)
 
 
+@pytest.mark.rule(21)
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_ids_are_those_of_transformers(
@@ -90,6 +91,7 @@ def test_a_final_message_is_continued_as_transformers_does(both: tuple[ServedMod
     assert ours(model, messages, add_generation_prompt=False, continue_final_message=True) == theirs
 
 
+@pytest.mark.rule(20)
 def test_roles_that_do_not_alternate_are_the_templates_own_words(both: tuple[ServedModel, Any]) -> None:
     model, tokenizer = both
     messages = [USER, USER]

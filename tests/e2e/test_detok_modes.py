@@ -14,6 +14,7 @@ from tests.e2e.harness import Server
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.rule(61)
 def test_ids_in_ids_out(start_server: Callable[..., Server]) -> None:
     server = start_server("--model", "sim", "--skip-tokenizer-init").wait_ready()
     asked = {"model": "sim", "prompt": [5, 6, 7, 8], "max_tokens": 3, "temperature": 0}
@@ -68,6 +69,7 @@ def _overrun(server: Server) -> float:
     return float(next(line.split()[1] for line in lines if line.startswith("nanoserve_stop_overrun_tokens_total ")))
 
 
+@pytest.mark.rule(60)
 def test_a_stop_string_costs_at_most_one_row_of_a_step(smollm2_server: Server) -> None:
     """On a real model the word of the stop reaches the engine during the next step: one row of it is in vain."""
     before = _overrun(smollm2_server)

@@ -33,6 +33,7 @@ def complete(server: Server, prompt: str = PROMPT, tokens: int = TOKENS) -> tupl
 
 
 # Message 20 of an edge lies inside the second of the streams below; the edge carries one message a step.
+@pytest.mark.rule(7, 40)
 @pytest.mark.parametrize("action", ["drop", "dup", "delay", "corrupt"])
 @pytest.mark.parametrize("edge", ["engine:{}=detok", "detok:{}=api"])
 def test_a_bad_frame_never_gives_wrong_text(

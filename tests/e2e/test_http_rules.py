@@ -51,6 +51,7 @@ def test_the_numeric_fields_are_found() -> None:
     assert {"n", "max_tokens", "temperature", "seed", "timeout_s", "top_logprobs", "logprobs", "priority"} <= names
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize(("path", "name"), NUMERIC)
 def test_every_number_has_a_type_and_two_bounds(sim_server: Server, path: str, name: str) -> None:
     for value in (2**70, -(2**70), 1e308, -1e308, True, "1", [1], {"a": 1}):
@@ -59,6 +60,7 @@ def test_every_number_has_a_type_and_two_bounds(sim_server: Server, path: str, n
     assert sim_server.post(path, {**BODIES[path], name: None})[0] == 200
 
 
+@pytest.mark.rule(12, 58)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -89,6 +91,7 @@ def test_what_multiplies_work_is_capped_before_any_work(sim_server: Server, fiel
     assert before in sim_server.get("/metrics")[1].splitlines()
 
 
+@pytest.mark.rule(13)
 @pytest.mark.parametrize(
     ("path", "fields", "status"),
     [
@@ -110,12 +113,14 @@ def test_an_error_never_repeats_the_input(sim_server: Server, path: str, fields:
     assert MARK not in str(error)
 
 
+@pytest.mark.rule(18, 82)
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_what_is_not_offered_is_refused_and_named(sim_server: Server, name: str) -> None:
     """Grammars, schemas, tools, templates and the like: never ignored."""
     assert refused(sim_server, CHAT, {**BODIES[CHAT], name: {"x": [MARK]}})["param"] == name
 
 
+@pytest.mark.rule(15)
 def test_two_live_requests_may_have_the_same_id(sim_server: Server) -> None:
     prompts = {f"request number {number} of the same name": number for number in range(8)}
 
@@ -129,6 +134,7 @@ def test_two_live_requests_may_have_the_same_id(sim_server: Server) -> None:
             assert text and (prompt * 10).startswith(text)  # the sim model repeats its prompt
 
 
+@pytest.mark.rule(79)
 def test_labels_of_metrics_come_from_fixed_sets(sim_server: Server) -> None:
     def names() -> set[str]:
         lines = sim_server.get("/metrics")[1].splitlines()
@@ -146,6 +152,7 @@ def test_labels_of_metrics_come_from_fixed_sets(sim_server: Server) -> None:
     assert names() == before and not any(MARK in name for name in before)
 
 
+@pytest.mark.rule(74, 80)
 def test_logs_hold_no_prompt_and_hang_ups_are_no_event(sim_server: Server) -> None:
     """Hang-ups before the first token, while streaming and while waiting for a whole answer; refusals too."""
     secret = "my secret 4711 is safe"

@@ -156,6 +156,7 @@ def deaf_client(port: int, token_id: int, num_echoed: int) -> socket.socket:
     return client
 
 
+@pytest.mark.rule(75)
 def test_clients_that_never_read_are_cut_and_harm_nobody(start_server: StartServer, tokenizer: Tokenizer) -> None:
     """They end at the cap of what is kept for them: there is no time limit here. Beside them streams stay exact."""
     allow_files(8192)

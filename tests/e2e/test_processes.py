@@ -71,6 +71,7 @@ def test_each_process_has_a_log_and_a_watchdog_log(sim_server: Server) -> None:
     assert "started engine-0" in sim_server.log("supervisor")
 
 
+@pytest.mark.rule(76)
 def test_sigterm_ends_everything_with_code_0(start_server: StartServer) -> None:
     server = start_server("sim")
     assert server.stop() == 0
@@ -78,6 +79,8 @@ def test_sigterm_ends_everything_with_code_0(start_server: StartServer) -> None:
     assert "stopped" in server.output
 
 
+@pytest.mark.case(44)
+@pytest.mark.rule(1)
 def test_used_port_is_one_line_before_anything_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -111,6 +114,7 @@ def test_wrong_input_is_one_line_and_code_1(args: list[str], words: list[str], s
     assert "Traceback" not in server.output
 
 
+@pytest.mark.rule(2)
 def test_port_answers_while_the_ring_is_loading(start_server: StartServer) -> None:
     """/health is 200 and /ready is 503 with the stage until one token has gone round."""
     server = start_server("sim", wait=False)
@@ -129,6 +133,8 @@ def _status(server: Server, path: str) -> int:
         return 0
 
 
+@pytest.mark.case(43)
+@pytest.mark.rule(3)
 def test_sigkill_of_the_launcher_leaves_no_process(start_server: StartServer) -> None:
     server = start_server("sim")
     (run_dir,) = set(run_dirs_of(server.pid)) or {""}
@@ -140,6 +146,7 @@ def test_sigkill_of_the_launcher_leaves_no_process(start_server: StartServer) ->
     assert run_dir == "" or run_dir.startswith("/")
 
 
+@pytest.mark.rule(3)
 def test_a_stopped_child_dies_with_the_launcher_too(start_server: StartServer) -> None:
     """A process that runs no code at all (as in a long native call) must not outlive its parent."""
     server = start_server("sim")
@@ -149,6 +156,7 @@ def test_a_stopped_child_dies_with_the_launcher_too(start_server: StartServer) -
     wait_until(lambda: not any(is_alive(pid) for pid in server.pids.values()), 5, "all children are gone")
 
 
+@pytest.mark.rule(76)
 def test_sigterm_lets_live_streams_finish(start_server: StartServer) -> None:
     server = start_server("sim", "--sim-step-ms", "20", "--drain-timeout", "20")
     events = server.stream("/v1/completions", {"model": "sim", "prompt": "one two three", "max_tokens": 60})
@@ -187,6 +195,7 @@ def test_a_stop_while_it_starts_cuts_no_stream(number: signal.Signals, start_ser
     assert "Traceback" not in server.output
 
 
+@pytest.mark.rule(76)
 def test_drain_timeout_cuts_streams_with_an_error_event_and_code_75(start_server: StartServer) -> None:
     server = start_server("sim", "--sim-step-ms", "50", "--drain-timeout", "0.5")
     events = server.stream("/v1/completions", {"model": "sim", "prompt": "one two three", "max_tokens": 2000})
@@ -198,6 +207,7 @@ def test_drain_timeout_cuts_streams_with_an_error_event_and_code_75(start_server
     assert server.wait_exit() == 75
 
 
+@pytest.mark.rule(76)
 def test_second_signal_ends_at_once(start_server: StartServer) -> None:
     server = start_server("sim", "--sim-step-ms", "50", "--drain-timeout", "60")
     events = server.stream("/v1/completions", {"model": "sim", "prompt": "one two three", "max_tokens": 2000})

@@ -70,6 +70,8 @@ def is_ready(server: Server) -> bool:
     return bool(server.get("/ready", 10)[0] == 200)
 
 
+@pytest.mark.case(42, 43)
+@pytest.mark.rule(4)
 @pytest.mark.parametrize("victims", [["detok-0"], ["engine-0"], ["detok-0", "engine-0"]], ids="+".join)
 def test_no_stream_and_no_byte_is_lost(victims: list[str], start_server: StartServer) -> None:
     server = start_server("sim", "--sim-step-ms", "10", "--max-restarts", "100")
@@ -92,6 +94,7 @@ def test_no_stream_and_no_byte_is_lost(victims: list[str], start_server: StartSe
         assert f"started {name}, pid {newest_pid(server, name)}, incarnation 4" in server.log("supervisor")
 
 
+@pytest.mark.rule(4)
 @pytest.mark.parametrize("name", ["detok-0", "engine-0"])
 def test_a_request_that_comes_while_a_part_is_down_waits_for_it(name: str, start_server: StartServer) -> None:
     server = start_server("sim")
@@ -103,6 +106,8 @@ def test_a_request_that_comes_while_a_part_is_down_waits_for_it(name: str, start
         assert (status, answer["choices"]) == (200, right)
 
 
+@pytest.mark.case(42, 43)
+@pytest.mark.rule(4)
 @pytest.mark.timeout(300)
 def test_a_real_model_goes_on_where_it_was(start_server: StartServer) -> None:
     """The same with weights: a new engine computes the prompt and the tokens so far again, and goes on as before."""
@@ -121,6 +126,7 @@ def test_a_real_model_goes_on_where_it_was(start_server: StartServer) -> None:
     assert "engine-0" in server.output and "is back, life 2" in server.output
 
 
+@pytest.mark.rule(4)
 def test_too_many_deaths_end_everything_with_an_error_event_and_code_70(start_server: StartServer) -> None:
     server = start_server("sim", "--sim-step-ms", "20", "--max-restarts", "1")
     os.kill(newest_pid(server, "engine-0"), signal.SIGKILL)

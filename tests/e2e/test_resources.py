@@ -88,6 +88,7 @@ def load(server: Server, count: int) -> None:
         list(pool.map(one, range(count)))
 
 
+@pytest.mark.rule(81)
 def test_memory_and_descriptors_are_flat_over_thousands_of_requests(start_server: StartServer) -> None:
     # Steps of no time at all would let the engine run far ahead of the others, and queues would be all we see.
     server = start_server("sim", "--sim-step-ms", "2")

@@ -110,6 +110,7 @@ def _check(server: Server, bodies: list[dict[str, Any]], tokenizer: Tokenizer, c
     return naive_wrong
 
 
+@pytest.mark.rule(43)
 def test_hard_texts(sim_server: Server, tokenizer: Tokenizer) -> None:
     """The sim model says the prompt again, for a random number of tokens: it ends anywhere, even in a character."""
     draw = random.Random(21)
@@ -118,6 +119,7 @@ def test_hard_texts(sim_server: Server, tokenizer: Tokenizer) -> None:
     assert naive_wrong > NUM_PROMPTS / 2, f"these texts are too easy: a naive decode is wrong on {naive_wrong} only"
 
 
+@pytest.mark.rule(43)
 def test_the_real_model_at_high_temperature(smollm2_server: Server, tokenizer: Tokenizer) -> None:
     """Seeded sampling repeats its draws, so both forms get the same ids, and at this temperature hard ones."""
     bodies = [

@@ -29,6 +29,7 @@ def first_pid(server: Server, name: str) -> int:
     return int(line.split("pid ")[1].split(",")[0])
 
 
+@pytest.mark.rule(78)
 @pytest.mark.parametrize("role", ["api", "detok", "engine"])
 def test_a_stuck_loop_is_dumped_then_ended_then_restarted(role: str, start_server: StartServer) -> None:
     # The api's loop turns several times a second, the others' at least once a second.
@@ -71,6 +72,7 @@ def test_a_stopped_process_is_seen_and_nothing_is_lost(name: str, sim_server: Se
     assert list(events)[-1] == "[DONE]"
 
 
+@pytest.mark.rule(78)
 def test_a_declared_long_step_is_no_alarm(start_server: StartServer) -> None:
     server = start_server("sim", *WATCHDOG, "--sim-step-ms", "2500")
     status, _ = server.post("/v1/completions", {"model": "sim", "prompt": "hello", "max_tokens": 1})
@@ -79,6 +81,7 @@ def test_a_declared_long_step_is_no_alarm(start_server: StartServer) -> None:
     assert "restarting" not in server.output
 
 
+@pytest.mark.rule(71, 77, 78)
 def test_a_prompt_of_32k_tokens_is_no_alarm_and_health_stays_right(start_server: StartServer) -> None:
     """Computed in one step that takes longer than both limits: it was declared, and /health answers at once."""
     server = start_server(
@@ -103,6 +106,7 @@ def test_a_prompt_of_32k_tokens_is_no_alarm_and_health_stays_right(start_server:
     assert "restarting" not in server.output
 
 
+@pytest.mark.rule(77)
 def test_health_is_fast_at_full_load_and_tells_of_a_stopped_api_worker(start_server: StartServer) -> None:
     server = start_server("sim", "--sim-step-ms", "5", "--api-workers", "2")
     body = {"model": "sim", "prompt": "a b c", "max_tokens": 300, "ignore_eos": True}

@@ -158,6 +158,7 @@ async def run(server: Server, connections: list[Any]) -> tuple[Fuzz, dict[str, t
     return fuzz, before
 
 
+@pytest.mark.rule(14)
 def test_bodies(server: Server) -> None:
     pids = dict(server.pids)
     connections: list[Any] = []

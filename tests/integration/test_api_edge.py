@@ -41,6 +41,7 @@ def config(**fields: Any) -> ServerConfig:
     return ServerConfig(api=ApiConfig(**fields))
 
 
+@pytest.mark.rule(19)
 async def test_keys_guard_all_but_probes(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# ours\nfrom-file\n\n")
@@ -80,6 +81,7 @@ async def test_cors_is_off_by_default_and_answers_the_named_origins(tmp_path: Pa
             assert "Access-Control-Allow-Origin" not in response.headers
 
 
+@pytest.mark.rule(17)
 async def test_head_and_options_do_not_fail() -> None:
     async with running_api() as api:
         async with api.http.head(api.url + "/health") as response:
@@ -88,6 +90,7 @@ async def test_head_and_options_do_not_fail() -> None:
             assert response.status == 404
 
 
+@pytest.mark.rule(8, 13)
 @pytest.mark.parametrize(
     ("data", "status"),
     [
@@ -106,6 +109,7 @@ async def test_broken_http_gets_the_envelope_and_is_closed(data: bytes, status: 
         assert json.loads(body)["error"]["code"] == status
 
 
+@pytest.mark.rule(8, 14)
 @pytest.mark.parametrize(("encoding", "status"), [(b"gzip", 400), (b"deflate", 400), (b"rot13", 415)])
 async def test_broken_content_encoding_is_a_4xx_and_no_log_line(
     encoding: bytes, status: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -119,6 +123,7 @@ async def test_broken_content_encoding_is_a_4xx_and_no_log_line(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+@pytest.mark.rule(8)
 async def test_slow_headers_and_slow_bodies_are_ended(tmp_path: Path) -> None:
     async with loaded_api(tmp_path, config(header_timeout=0.2, body_timeout=0.2)) as api:
         assert (await raw(api, b"GET /health HT")).startswith(b"HTTP/1.1 408")
@@ -126,6 +131,7 @@ async def test_slow_headers_and_slow_bodies_are_ended(tmp_path: Path) -> None:
         assert (await raw(api, head)).startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.rule(8)
 async def test_connections_are_bounded() -> None:
     async with running_api(config(max_connections=3)) as api:
         port = urlsplit(api.url).port
@@ -135,6 +141,7 @@ async def test_connections_are_bounded() -> None:
             writer.close()
 
 
+@pytest.mark.rule(72)
 async def test_http_1_0_stream_is_not_chunked_and_ends_by_close(tmp_path: Path) -> None:
     async with loaded_api(tmp_path) as api:
         body = json.dumps({"prompt": "x", "max_tokens": 2, "stream": True}).encode()
@@ -145,6 +152,7 @@ async def test_http_1_0_stream_is_not_chunked_and_ends_by_close(tmp_path: Path) 
         assert data.startswith(b"data: {") and data.endswith(b"data: [DONE]\n\n")
 
 
+@pytest.mark.rule(16)
 async def test_keep_alive_connection_survives_a_stream(tmp_path: Path) -> None:
     async with loaded_api(tmp_path) as api:
         for _ in range(3):
@@ -157,6 +165,7 @@ async def test_a_key_file_that_cannot_be_read_stops_the_start(tmp_path: Path) ->
         Access(replace(ApiConfig(), api_key_file=str(tmp_path / "missing")))
 
 
+@pytest.mark.rule(75)
 async def test_a_client_that_never_reads_is_cut_at_the_cap_and_its_text_merges(tmp_path: Path) -> None:
     async with loaded_api(tmp_path, config(stream_buffer_bytes=100_000)) as api:
         api.ring.script = lambda add: None

@@ -76,6 +76,7 @@ def as_bytes(rng: random.Random, body: Any) -> bytes:
     return bytes(data[: rng.randrange(len(data))] if rng.random() < 0.03 else data)
 
 
+@pytest.mark.rule(14)
 async def test_mutated_bodies_never_make_a_5xx_and_leave_nothing_behind(api: Api) -> None:
     rng = random.Random(20)
     bad: list[Any] = []

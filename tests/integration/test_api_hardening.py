@@ -49,6 +49,7 @@ async def raw(api: Api, data: bytes) -> bytes:
 # ---- bodies that are dear to read ------------------------------------------------------------------------
 
 
+@pytest.mark.rule(12)
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -76,12 +77,14 @@ async def test_a_body_of_millions_of_values_does_not_hold_up_the_loop(api: Api, 
     assert worst_s < 0.5  # CPU time of this thread: reading and counting alone
 
 
+@pytest.mark.rule(12)
 async def test_thousands_of_unknown_fields_are_refused(api: Api) -> None:
     body = b'{"prompt":"x",' + b",".join(b'"k%d":0' % number for number in range(5000)) + b"}"
     status, answer = await api.post(COMPLETIONS, body)
     assert status == 400 and "fields" in answer["error"]["message"]
 
 
+@pytest.mark.rule(9)
 async def test_deep_nesting_is_a_400_also_where_templates_walk_it(tmp_path: Path) -> None:
     """Rule 9."""
     template = "{{ messages | tojson }}{{ extra | tojson if extra is defined }}"
@@ -150,6 +153,7 @@ async def test_a_stream_is_resumed_only_with_the_key_that_began_it(tmp_path: Pat
             assert response.status == 200 and response.content_type == "text/event-stream"
 
 
+@pytest.mark.rule(19)
 async def test_no_spelling_of_an_admin_path_opens_it(tmp_path: Path) -> None:
     """Rule 19."""
     paths = (
@@ -190,6 +194,7 @@ async def test_a_full_server_refuses_before_it_tokenizes(tmp_path: Path, monkeyp
             task.cancel()
 
 
+@pytest.mark.rule(14)
 async def test_the_engines_refusal_has_the_overload_status_too(tmp_path: Path) -> None:
     async with loaded_api(tmp_path, config(overload_status="429")) as api:
         api.ring.script = lambda add: api.ring.refuse(add.request_id, 503, "The queue is full.", code="queue_full")
@@ -198,6 +203,7 @@ async def test_the_engines_refusal_has_the_overload_status_too(tmp_path: Path) -
             assert (await response.json())["error"]["type"] == "rate_limit_error"
 
 
+@pytest.mark.rule(8, 14)
 async def test_too_many_connections_are_told_when_to_come_back(tmp_path: Path) -> None:
     async with loaded_api(tmp_path, config(max_connections=1)) as api:
         answer = await raw(api, b"")
@@ -310,6 +316,7 @@ async def test_echo_shows_the_prompt_logprobs_that_were_asked_for(api: Api) -> N
     ]  # fmt: skip
 
 
+@pytest.mark.rule(73)
 async def test_hang_ups_at_every_stage_leave_nothing(api: Api) -> None:
     api.ring.script = lambda add: None
     payload = json.dumps({"prompt": "x", "stream": True}).encode()
@@ -334,6 +341,7 @@ async def test_answers_tell_no_versions_of_libraries(api: Api) -> None:
         assert response.headers["Server"] == "nanoserve"
 
 
+@pytest.mark.rule(75)
 async def test_a_client_that_never_reads_a_large_answer_is_cut_and_one_that_reads_slowly_is_not(tmp_path: Path) -> None:
     """What a unary answer pins in memory is bounded in time too."""
     async with loaded_api(tmp_path, config(write_timeout=0.3)) as api:

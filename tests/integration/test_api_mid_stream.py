@@ -28,6 +28,7 @@ async def _stream(api: Api, path: str, body: dict[str, Any]) -> bytes:
         return await response.read()
 
 
+@pytest.mark.rule(70)
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -49,6 +50,7 @@ async def test_an_error_event_then_done(api: Api, path: str, body: dict[str, Any
     assert not api.process.context.client.num_live
 
 
+@pytest.mark.rule(70)
 async def test_responses_fail_with_their_own_event(api: Api) -> None:
     data = await _stream(api, "/v1/responses", {"input": "x", "max_output_tokens": 3})
     parser = SseParser(named=True)
@@ -58,6 +60,7 @@ async def test_responses_fail_with_their_own_event(api: Api) -> None:
     assert b"[DONE]" not in data
 
 
+@pytest.mark.rule(70)
 async def test_messages_fail_with_their_own_event(api: Api) -> None:
     data = await _stream(api, "/v1/messages", {"messages": HI, "max_tokens": 3})
     parser = SseParser(named=True)

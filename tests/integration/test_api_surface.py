@@ -62,6 +62,7 @@ async def test_what_the_engine_gets(api: Api) -> None:
     assert body["usage"]["prompt_tokens"] == 10 and body["usage"]["completion_tokens"] == 6
 
 
+@pytest.mark.rule(24, 69)
 async def test_prompt_shapes_and_indices(api: Api) -> None:
     for prompt in ("ab", ["ab"], [97, 98], [[97, 98]]):
         status, body = await api.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 2})
@@ -88,6 +89,7 @@ async def test_prompt_shapes_and_indices(api: Api) -> None:
     assert events[-1]["usage"]["prompt_tokens"] == 8
 
 
+@pytest.mark.rule(21, 67, 68)
 async def test_chat_stream_frames(api: Api) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": True}
     events = await api.events(CHAT, {**body, "stream_options": {"include_usage": True}})
@@ -100,6 +102,7 @@ async def test_chat_stream_frames(api: Api) -> None:
     assert bytes(prompt_of(api.ring.added[-1])) == b"<user>hi<assistant>"  # no BOS is added to rendered text
 
 
+@pytest.mark.rule(17, 20, 28)
 async def test_chat_unary_defaults_and_template_errors(api: Api) -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     status, body = await api.post(CHAT, {"messages": [{"role": "user", "content": parts}]})
@@ -111,6 +114,7 @@ async def test_chat_unary_defaults_and_template_errors(api: Api) -> None:
     assert status == 400 and "image_url" in body["error"]["message"]
 
 
+@pytest.mark.rule(38, 62, 63)
 async def test_chat_logprobs_have_bytes_and_completions_offsets(api: Api) -> None:
     def script(add: AddRequest) -> None:
         top = [(98, "b", b"b", -0.5), (99, "c", b"c", float("-inf"))]
@@ -127,6 +131,7 @@ async def test_chat_logprobs_have_bytes_and_completions_offsets(api: Api) -> Non
     assert shown["top_logprobs"][0] == {"b": -0.5, "a": -1.0}
 
 
+@pytest.mark.rule(63)
 async def test_the_token_that_ended_the_text_has_no_logprob_entry(api: Api) -> None:
     def script(add: AddRequest) -> None:
         end = replace_raw(token_text("!", -3.0, 1))
@@ -163,6 +168,7 @@ async def test_operations(api: Api) -> None:
 VOCAB_PLUS = EOS + 10
 
 
+@pytest.mark.rule(15)
 async def test_request_id_is_echoed_and_unknown_fields_are_named(api: Api) -> None:
     body = {"prompt": "x", "max_tokens": 1, "frobnicate": 3}
     async with api.http.post(api.url + COMPLETIONS, json=body, headers={"X-Request-Id": "mine-1"}) as response:
@@ -174,6 +180,8 @@ async def test_request_id_is_echoed_and_unknown_fields_are_named(api: Api) -> No
         assert response.headers["X-Request-Id"]
 
 
+@pytest.mark.case(23, 27, 28, 29, 30, 31, 35, 40)
+@pytest.mark.rule(9, 10, 11, 13, 14, 24)
 @pytest.mark.parametrize(
     ("body", "status"),
     [
@@ -235,12 +243,14 @@ async def test_bad_bodies_get_a_4xx_in_the_envelope(api: Api, body: object, stat
         assert answer["error"]["code"] == status and len(json.dumps(answer)) < 2048
 
 
+@pytest.mark.rule(26)
 async def test_context_error_names_the_limit(api: Api) -> None:
     _, body = await api.post(COMPLETIONS, {"prompt": [1] * CONTEXT})
     assert f"maximum context length is {CONTEXT} tokens" in body["error"]["message"]
     assert body["error"]["error_code"] == "context_length_exceeded"
 
 
+@pytest.mark.rule(8, 13, 17)
 async def test_paths_methods_sizes_and_types_have_the_envelope(tmp_path: Path) -> None:
     config = ServerConfig(api=ApiConfig(max_body_bytes=1000))
     async with loaded_api(tmp_path, config) as api:
@@ -271,6 +281,7 @@ async def test_model_defaults_apply_unless_told_otherwise(tmp_path: Path) -> Non
         assert (api.ring.added[-1].sampling.temperature, api.ring.added[-1].sampling.top_k) == (1.0, 0)
 
 
+@pytest.mark.rule(14)
 async def test_admission_limit_is_a_503_with_retry_after(tmp_path: Path) -> None:
     config = ServerConfig()
     config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=1, max_num_queued=1))

@@ -77,6 +77,7 @@ def test_bytes_are_proved_for_all_but_the_slow_tokenizer(model: str) -> None:
     assert (table_of(model) is None) == (model == "sentencepiece")
 
 
+@pytest.mark.rule(43)
 @pytest.mark.parametrize("model", MODELS)
 def test_text_comes_out_as_one_decode(model: str) -> None:
     tokenizer, rng = tokenizer_of(model), random.Random(1)

@@ -35,6 +35,7 @@ def _events(lines: list[bytes]) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
 
 
+@pytest.mark.rule(72)
 async def test_the_first_frame_arrives_when_one_token_exists(ring: Ring) -> None:
     """`max_tokens=16` and a gate that lets one step through: the text of token 1 must reach the client."""
     ring.gate.close()
@@ -56,6 +57,8 @@ async def test_the_first_frame_arrives_when_one_token_exists(ring: Ring) -> None
     assert ring.executor.tokens[ring.executor.last_request_id] == 16
 
 
+@pytest.mark.case(39)
+@pytest.mark.rule(73)
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "unary"])
 async def test_a_hang_up_ends_the_request_within_three_steps(ring: Ring, stream: bool) -> None:
     """The client goes after two of 200 tokens. The gate then opens step by step, as a slow model would."""
@@ -124,6 +127,7 @@ async def _one(session: aiohttp.ClientSession, ring: Ring, draw: random.Random) 
     return "aborted"
 
 
+@pytest.mark.rule(30, 74)
 async def test_nothing_is_left_of_a_thousand_mixed_requests(ring: Ring, caplog: pytest.LogCaptureFixture) -> None:
     """A third hang up at random points; afterwards every map in all three processes is empty."""
     draw = random.Random(7)

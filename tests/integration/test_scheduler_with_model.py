@@ -45,6 +45,7 @@ def make_runner(model_dir: Path, backend: str, num_blocks: int) -> tuple[ModelRu
     return create_executor(config, model_dir, lambda stage, progress: None)
 
 
+@pytest.mark.rule(33, 34)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_output_equals_the_solo_run(backend: str, tmp_path: Path) -> None:
     block_size = BACKENDS[backend][1]

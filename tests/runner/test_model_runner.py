@@ -78,6 +78,7 @@ def test_greedy_is_the_largest_logit(reference, solo):
         ids = [*ids, token]
 
 
+@pytest.mark.rule(39)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "how",
@@ -92,6 +93,7 @@ def test_outputs_and_scores_equal_the_solo_run(reference, solo, how, seed):
     assert not driver.errors
 
 
+@pytest.mark.rule(37)
 def test_seeds_differ(reference):
     driver = make_driver(make_runner(reference))
     for request_id in range(6):
@@ -126,6 +128,7 @@ def test_min_tokens_masks_the_ends(reference):
     assert all(token < 3 for token in driver.outputs[0][:2])
 
 
+@pytest.mark.rule(11, 35)
 @pytest.mark.parametrize(
     "bad",
     [
@@ -173,6 +176,7 @@ class FakeBackend:
         return np.where(last == 13, -1, (last + 1) % tiny.VOCAB)
 
 
+@pytest.mark.rule(35)
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_p": 1e-9}, {"top_k": 1, "logprobs": 1}])
 def test_a_row_without_numbers_fails_alone(sampling):
     driver = make_driver(ModelRunner(FakeBackend(), make_table()))

@@ -129,6 +129,7 @@ def rows(draw_value) -> Row:
     )
 
 
+@pytest.mark.rule(36, 38)
 @settings(max_examples=150, deadline=None)
 @given(st.lists(rows(), min_size=1, max_size=6), st.integers(0, 2**31))
 def test_equals_the_reference(batch, seed):
@@ -147,6 +148,7 @@ def two_threads():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.rule(37, 39)
 @pytest.mark.parametrize("vocab_size", [100, 5000, 49152])
 def test_a_row_draws_the_same_alone_and_in_any_batch(two_threads, vocab_size):
     """And at every width of the sort: the logits are so flat that top_p needs thousands of candidates."""
@@ -171,6 +173,7 @@ def test_a_row_draws_the_same_alone_and_in_any_batch(two_threads, vocab_size):
     assert len(set(together)) > 10
 
 
+@pytest.mark.rule(36)
 def test_the_ways_to_say_greedy_agree_also_on_ties():
     logits = torch.randn(64, 300).round()  # many equal largest values
     logits[:8] = 0.0
@@ -197,6 +200,7 @@ def test_draws_follow_the_distribution():
     assert np.abs(cut - np.array([2 / 3, 1 / 3, 0, 0])).max() < 0.03
 
 
+@pytest.mark.rule(38)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bias_of_100_decides(temperature):
     logits = torch.randn(2, 50) * 200
@@ -217,6 +221,7 @@ def test_min_tokens_mask_is_stronger_than_bias():
     assert draw(logits, [Row(output=[6, 6], **row)]) == [4]
 
 
+@pytest.mark.rule(35)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_p": 0.9}, {"logit_bias": {3: 1.0}}, {"top_k": 5}])
 def test_a_broken_row_fails_alone(value, sampling):
@@ -237,6 +242,7 @@ def test_logits_are_left_as_they_are():
     assert torch.equal(before, logits)
 
 
+@pytest.mark.rule(34)
 def test_counts_grow_with_the_output():
     """Appending tokens one by one is the same as starting with them (a resumed request)."""
     sampling = SamplingParams(frequency_penalty=0.5, presence_penalty=0.2, repetition_penalty=1.1)
@@ -266,6 +272,7 @@ def test_scores(two_threads, vocab_size):
         assert score_tokens(logits[row : row + 1], np.array([0]), np.array([token]), 4) == [score]
 
 
+@pytest.mark.rule(38)
 def test_scores_are_finite_numbers():
     logits = torch.full((1, 20), float("-inf"))
     logits[0, 3] = 1.0

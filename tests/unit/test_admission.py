@@ -27,6 +27,7 @@ def test_an_empty_server_takes_one_request_of_any_size() -> None:
         admission.admit(1, 0.0)
 
 
+@pytest.mark.rule(14)
 def test_status_of_overload_is_a_choice() -> None:
     admission = Admission(max_running=1, max_queued=0, overload_status=429)
     admission.admit(1, 0.0)
@@ -35,6 +36,7 @@ def test_status_of_overload_is_a_choice() -> None:
     assert (refused.value.status, refused.value.error_type) == (429, "rate_limit_error")
 
 
+@pytest.mark.rule(14)
 def test_retry_after_follows_the_measured_rate_within_bounds() -> None:
     admission = Admission(max_running=10, max_queued=100)
     admission.admit(110, 0.0)

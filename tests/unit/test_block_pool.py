@@ -27,6 +27,7 @@ def hits(pool: BlockPool, token_ids: list[int], salt: str = "") -> list[int]:
     return pool.lookup(keys, token_ids, len(keys))
 
 
+@pytest.mark.rule(33)
 def test_a_block_is_found_by_all_the_tokens_before_it() -> None:
     pool = BlockPool(8, 2)
     table = fill(pool, [1, 2, 3, 4])
@@ -70,6 +71,7 @@ def test_the_longest_unused_prefix_goes_first_and_blocks_without_contents_before
     assert hits(pool, [3, 4]) == new
 
 
+@pytest.mark.rule(33)
 def test_ids_are_compared_on_a_hit() -> None:
     """A hash that always collides gives misses, never another prompt's blocks."""
 
@@ -82,6 +84,7 @@ def test_ids_are_compared_on_a_hit() -> None:
     assert hits(pool, [1, 3]) == []
 
 
+@pytest.mark.rule(33)
 def test_ids_before_the_block_are_compared_through_the_parent() -> None:
     def last_ids_only(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
         return bytes(token_ids)

@@ -72,6 +72,7 @@ def draw_ids(data: st.DataObject, tokenizer: HFTokenizer) -> list[int]:
     return ids
 
 
+@pytest.mark.rule(43, 46)
 @pytest.mark.parametrize("kind", ["window", "bytes"])
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=150, deadline=None)
@@ -88,6 +89,7 @@ def test_deltas_joined_are_one_decode(family: str, kind: str, data: st.DataObjec
     assert "".join(deltas) == reference(tokenizer, token_ids, tail, skip=skip)
 
 
+@pytest.mark.rule(43)
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
@@ -117,6 +119,7 @@ def test_a_naive_decode_fails_where_ours_does_not(family: str) -> None:
     assert ours_wrong == 0
 
 
+@pytest.mark.rule(44)
 @pytest.mark.parametrize("kind", ["window", "bytes"])
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=60, deadline=None)
@@ -157,6 +160,8 @@ class Counting:
         return self._inner.decode_batch(rows, skip_special_tokens=skip_special_tokens)
 
 
+@pytest.mark.case(8)
+@pytest.mark.rule(44)
 @pytest.mark.parametrize("tokenizer", [byte_level(), llama2()], ids=["byte_level", "llama2"])
 @pytest.mark.parametrize("byte", [0x94, 0xE2, 0xF0, 0xFF])
 def test_garbage_costs_what_its_first_tokens_cost(tokenizer: HFTokenizer, byte: int) -> None:
@@ -200,6 +205,7 @@ def test_a_drain_is_two_batch_decodes_whatever_its_size() -> None:
     assert counting.calls == calls
 
 
+@pytest.mark.rule(45)
 def test_a_window_of_plain_text_is_one_token_of_context() -> None:
     counting = Counting(byte_level())
     decoder = WindowDecoder(counting)  # type: ignore[arg-type]
@@ -211,6 +217,7 @@ def test_a_window_of_plain_text_is_one_token_of_context() -> None:
         assert len(stream.context) == 1
 
 
+@pytest.mark.rule(48)
 def test_a_prompt_that_ends_inside_a_character_is_no_part_of_the_output() -> None:
     tokenizer = byte_level()
     table = build_table(tokenizer)
@@ -226,6 +233,7 @@ def test_a_prompt_that_ends_inside_a_character_is_no_part_of_the_output() -> Non
             assert "".join(deltas) == bytes("🔥".encode()[cut:]).decode("utf-8", "replace")
 
 
+@pytest.mark.rule(46)
 def test_a_byte_run_that_turns_invalid_later_keeps_what_was_right() -> None:
     """`tokenizers` alone would take back a euro sign that the client has already (ADR 0004)."""
     tokenizer = gemma_like()
@@ -248,6 +256,7 @@ def test_a_text_may_begin_with_byte_tokens(raw: bytes) -> None:
             assert "".join(deltas) == tokenizer.decode(ids)
 
 
+@pytest.mark.rule(50)
 def test_a_row_that_cannot_be_decoded_fails_alone() -> None:
     tokenizer = Breaking(byte_level())
     decoder = WindowDecoder(tokenizer)
@@ -262,6 +271,7 @@ _lead = st.sampled_from(
 )
 
 
+@pytest.mark.rule(44, 49)
 @given(st.one_of(st.binary(max_size=40), st.lists(_lead, max_size=40).map(bytes)), st.integers(1, 7))
 def test_utf8_taken_in_pieces_is_utf8(raw: bytes, size: int) -> None:
     """And nothing is held that no further byte can change: what is pending is one unfinished character."""
@@ -274,6 +284,7 @@ def test_utf8_taken_in_pieces_is_utf8(raw: bytes, size: int) -> None:
     assert text + pending.decode("utf-8", "replace") == raw.decode("utf-8", "replace")
 
 
+@pytest.mark.rule(49)
 def test_half_a_surrogate_is_invalid_at_once() -> None:
     assert take_utf8(b"\xed", b"\xa9") == ("\ufffd\ufffd", b"")
     assert take_utf8(b"\xed", b"\x9f") == ("", b"\xed\x9f")

@@ -35,6 +35,7 @@ def run(tokenizer: HFTokenizer, ids: list[int], spec: TextSpec, sizes: list[int]
     return ring
 
 
+@pytest.mark.rule(62, 63)
 @pytest.mark.parametrize("kind", ["bytes", "window"])
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=40, deadline=None)
@@ -71,6 +72,7 @@ def test_an_entry_comes_with_its_last_byte_and_not_before(data: st.DataObject) -
     assert len(ring.of(1).entries) == len(ids)
 
 
+@pytest.mark.rule(62)
 def test_parts_of_a_character_have_their_own_bytes_and_names_that_differ() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("🔥🔥", add_special_tokens=False)

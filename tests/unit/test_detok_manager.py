@@ -97,6 +97,7 @@ def test_many_streams_in_mixed_batches_are_each_exact(family: str, kind: str, se
     assert ring.detok.num_tracked == 0
 
 
+@pytest.mark.rule(52)
 def test_the_first_token_is_text_at_once_and_every_ascii_token_after_it() -> None:
     ring = Ring(TOKENIZER)
     ids = ids_of("The quick brown fox jumps")
@@ -114,11 +115,13 @@ def test_final_mode_is_one_text_at_the_end_with_ids_on_the_way() -> None:
     assert got.ids == ids
 
 
+@pytest.mark.rule(47)
 def test_held_bytes_are_flushed_once_at_the_end() -> None:
     for emit in EmitMode:
         assert run_one(ids_of("ab") + byte_ids(b"\xf0\x9f"), TextSpec(emit=emit)).of(1).text == "ab\ufffd"
 
 
+@pytest.mark.rule(59)
 def test_the_final_stop_id_is_no_text_unless_asked_for() -> None:
     word = ids_of(" day")
     spec = TextSpec(skip_special_tokens=False)
@@ -141,6 +144,7 @@ def word(text: str) -> list[int]:
     return byte_ids(text.encode())
 
 
+@pytest.mark.rule(55)
 @pytest.mark.parametrize(
     ("token", "count", "stops", "text", "stop"),
     [
@@ -165,6 +169,7 @@ def test_known_cases(
     assert got.num_finished == 1
 
 
+@pytest.mark.rule(43)
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_all_chunkings_give_the_same_text_and_the_same_count(data: st.DataObject) -> None:
@@ -206,6 +211,7 @@ def test_all_chunkings_give_the_same_text_and_the_same_count(data: st.DataObject
     assert one.ids == ids[:kept]
 
 
+@pytest.mark.rule(60)
 def test_a_stop_string_ends_the_stream_at_once_and_tells_the_engine() -> None:
     ring = Ring(TOKENIZER)
     ids = word("one STOP two three")
@@ -223,6 +229,7 @@ def test_a_stop_string_ends_the_stream_at_once_and_tells_the_engine() -> None:
     assert got.num_finished == 1 and ring.detok.num_tracked == 0
 
 
+@pytest.mark.rule(60)
 def test_overrun_is_counted_and_never_shown() -> None:
     ring = Ring(TOKENIZER)
     ring.engine.add(1, word("one STOP two three"), TextSpec(stop=("STOP",)))
@@ -247,6 +254,7 @@ def test_a_stop_string_wins_over_the_length_in_the_same_token() -> None:
         assert got.finished.finished.num_prompt_tokens == 3  # the engine's own numbers where they are at hand
 
 
+@pytest.mark.rule(57)
 def test_an_unfinished_character_is_no_match_for_its_replacement() -> None:
     ids = byte_ids("🔥".encode() * 3)
     got = run_one(ids, TextSpec(stop=("\ufffd",))).of(1)
@@ -256,6 +264,7 @@ def test_an_unfinished_character_is_no_match_for_its_replacement() -> None:
     assert cut.finished is not None and cut.finished.finished.reason is FinishReason.LENGTH
 
 
+@pytest.mark.rule(53)
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_stop_string_that_is_a_special_token_stops_at_its_id(skip: bool) -> None:
     special = TOKENIZER.token_to_id(SPECIALS[2])
@@ -284,6 +293,7 @@ def test_what_comes_after_a_stop_token_does_not_touch_the_text_before_it(skip: b
     assert behind.finished is not None and behind.finished.stop_string == SPECIALS[2]
 
 
+@pytest.mark.rule(59)
 @pytest.mark.parametrize("size", [1, 2, 50])
 def test_a_stop_token_before_min_tokens_does_not_count(size: int) -> None:
     special = TOKENIZER.token_to_id(SPECIALS[2])
@@ -325,6 +335,7 @@ def test_a_pattern_that_api_should_have_refused_is_that_requests_error() -> None
     assert got.finished is not None and got.finished.finished.reason is FinishReason.ERROR
 
 
+@pytest.mark.rule(56)
 def test_text_is_held_only_while_it_may_become_a_stop_string() -> None:
     ring = Ring(TOKENIZER)
     ring.engine.add(1, word("ab STOX yz"), TextSpec(stop=("STOP",)))
@@ -338,6 +349,7 @@ def test_text_is_held_only_while_it_may_become_a_stop_string() -> None:
 # ---- states that are lost --------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(42)
 @pytest.mark.parametrize("max_states", [1, 8])
 def test_a_small_cap_under_many_streams_changes_no_text(max_states: int) -> None:
     rng = random.Random(3)
@@ -356,6 +368,7 @@ def test_a_small_cap_under_many_streams_changes_no_text(max_states: int) -> None
     assert ring.detok.num_tracked == 0
 
 
+@pytest.mark.rule(42)
 def test_the_least_recently_used_state_is_the_one_to_go() -> None:
     ring = Ring(TOKENIZER, max_states=2)
     for request_id in (1, 2, 3):
@@ -369,6 +382,7 @@ def test_the_least_recently_used_state_is_the_one_to_go() -> None:
     assert ring.engine.num_resyncs == 1  # 2 was never lost
 
 
+@pytest.mark.rule(40, 42)
 def test_a_gap_is_asked_for_and_a_repeat_is_dropped() -> None:
     ring = Ring(TOKENIZER)
     ids = ids_of(CORPUS[3])
@@ -384,6 +398,7 @@ def test_a_gap_is_asked_for_and_a_repeat_is_dropped() -> None:
     assert ring.of(1).text == CORPUS[3] and ring.of(1).ids == ids
 
 
+@pytest.mark.rule(40)
 def test_a_lost_last_row_is_noticed_by_its_count() -> None:
     ring = Ring(TOKENIZER)
     ring.engine.add(1, ids_of("The quick"), TextSpec())
@@ -455,6 +470,7 @@ def test_a_new_engine_makes_old_states_void() -> None:
 # ---- faults, odd requests, bookkeeping -------------------------------------------------------------------
 
 
+@pytest.mark.rule(11, 50)
 def test_an_id_outside_the_vocabulary_ends_that_request_alone() -> None:
     ring = Ring(TOKENIZER)
     good = ids_of("The quick brown fox")
@@ -472,6 +488,7 @@ def test_an_id_outside_the_vocabulary_ends_that_request_alone() -> None:
     assert ring.detok.num_tracked == 0
 
 
+@pytest.mark.rule(50)
 def test_a_tokenizer_that_panics_ends_the_request_alone_that_has_such_a_token() -> None:
     """Also where the token is only the prompt's, or only a name beside a logprob."""
     ring = Ring(Breaking(TOKENIZER), detokenizer="auto")
@@ -529,6 +546,7 @@ def test_rows_go_to_the_api_that_owns_them_and_stats_to_all() -> None:
     assert manager.process([]).text_batches == {}
 
 
+@pytest.mark.rule(42)
 def test_a_thousand_requests_with_aborts_leave_nothing() -> None:
     rng = random.Random(11)
     ring = Ring(TOKENIZER, max_states=64)

@@ -23,6 +23,7 @@ def first_completion(text: str, stops: tuple[str, ...], begin: int = 0) -> tuple
     return None
 
 
+@pytest.mark.rule(54, 55)
 @given(_stops, st.text(alphabet="abcd", max_size=40), st.data())
 def test_the_first_completion_wins_for_every_chunking(stops: tuple[str, ...], text: str, data: st.DataObject) -> None:
     matcher = StopMatcher(stops)
@@ -41,6 +42,7 @@ def test_the_first_completion_wins_for_every_chunking(stops: tuple[str, ...], te
     assert found == first_completion(text, stops)
 
 
+@pytest.mark.rule(59)
 @given(_stops, st.text(alphabet="abc", max_size=12), st.text(alphabet="abc", max_size=24))
 def test_matches_before_min_tokens_do_not_count(stops: tuple[str, ...], before: str, after: str) -> None:
     """A later match may begin in the unarmed text, as long as it ends after it."""
@@ -51,6 +53,7 @@ def test_matches_before_min_tokens_do_not_count(stops: tuple[str, ...], before: 
     assert found == first_completion(before + after, stops, len(before))
 
 
+@pytest.mark.rule(56)
 def test_a_long_stop_string_holds_nothing_back_that_it_does_not_begin_with() -> None:
     matcher = StopMatcher(("Q" * 120,))
     for _ in range(40):
@@ -73,6 +76,7 @@ def test_any_character_may_begin_a_stop_string(stop: str) -> None:
     assert hit is not None and hit.end == 10 + len(stop)
 
 
+@pytest.mark.rule(56)
 def test_no_character_is_looked_at_twice() -> None:
     """Failure links move back at most as often as characters moved on: linear on the text that hurts a search."""
     machine = StopAutomaton(("a" * 50 + "b",))
@@ -91,11 +95,13 @@ def test_no_character_is_looked_at_twice() -> None:
     assert moves <= 2 * 200 * 50 + 200
 
 
+@pytest.mark.rule(58)
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopMatcher(("a", ""))
 
 
+@pytest.mark.rule(55)
 def test_strings_and_patterns_that_end_together_are_decided_by_length() -> None:
     for stops, patterns in ((("b",), ("ab",)), (("ab",), ("b",)), (("zz",), ("b", "[a]b"))):
         matcher = make_matcher(stops, patterns)

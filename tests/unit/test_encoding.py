@@ -71,6 +71,7 @@ async def test_what_waits_goes_together_in_the_next_call() -> None:
     encoder.close()
 
 
+@pytest.mark.rule(22)
 async def test_a_long_text_does_not_hold_up_short_ones() -> None:
     tokenizer = SlowTokenizer()
     encoder = Encoder(tokenizer)
@@ -103,6 +104,7 @@ async def test_an_error_and_a_cancelled_waiter_harm_nobody_else() -> None:
     encoder.close()
 
 
+@pytest.mark.rule(18)
 async def test_rendering_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanoserve.api.encoding._RENDER_SECONDS", 0.05)
     encoder = Encoder(SlowTokenizer())
@@ -114,6 +116,7 @@ async def test_rendering_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> No
     encoder.close()
 
 
+@pytest.mark.rule(18)
 async def test_what_never_began_is_told_to_come_back_and_what_runs_too_long_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

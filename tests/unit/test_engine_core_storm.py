@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
+
 from nanoserve.engine.core import EngineCore
 from nanoserve.ipc.columns import unpack_ids
 from nanoserve.ipc.messages import AbortCause, AbortRequest, Finished, FinishReason, Release, Resync, TokenBatch
@@ -98,6 +100,7 @@ def request_for(request_id: int):
     )
 
 
+@pytest.mark.rule(30)
 def test_a_thousand_requests_under_aborts_and_resyncs_leave_nothing() -> None:
     core = make_core(FakeExecutor(4, VOCAB), vocab_size=VOCAB, num_blocks=20, max_num_seqs=12, max_num_queued=2000)
     api, ends, aborted = play(core, Random(1), 1000)

@@ -10,6 +10,7 @@ from nanoserve.api.failure_log import FailureLog
 from nanoserve.errors import RequestError
 
 
+@pytest.mark.rule(80)
 def test_repeats_are_counted_not_written(caplog: pytest.LogCaptureFixture) -> None:
     failures = FailureLog()
     with caplog.at_level(logging.WARNING):

@@ -36,6 +36,7 @@ def test_an_id_over_32_bits_is_refused() -> None:
         unpack_ids(b"abc")
 
 
+@pytest.mark.rule(15)
 @given(st.integers(0, 255), st.integers(0, 2**20))
 def test_request_ids_name_their_api_and_its_life(index: int, incarnation: int) -> None:
     allocator = RequestIdAllocator(index, incarnation)
@@ -46,11 +47,13 @@ def test_request_ids_name_their_api_and_its_life(index: int, incarnation: int) -
     assert api_incarnation(first) == incarnation % 2**15
 
 
+@pytest.mark.rule(5, 15)
 def test_ids_of_two_lives_never_meet() -> None:
     old, new = RequestIdAllocator(0, 1), RequestIdAllocator(0, 2)
     assert not {old.next() for _ in range(100)} & {new.next() for _ in range(100)}
 
 
+@pytest.mark.rule(5, 6)
 def test_the_run_directory_is_private_and_its_names_fit_a_socket(tmp_path: Path) -> None:
     endpoints = create_run_dir()
     try:
@@ -61,6 +64,7 @@ def test_the_run_directory_is_private_and_its_names_fit_a_socket(tmp_path: Path)
     assert not endpoints.run_dir.exists()
 
 
+@pytest.mark.rule(6)
 def test_a_long_parent_is_passed_over(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 120)
     deep.mkdir()
@@ -71,6 +75,7 @@ def test_a_long_parent_is_passed_over(tmp_path: Path) -> None:
         remove_run_dir(endpoints)
 
 
+@pytest.mark.rule(40)
 def test_messages_sent_before_the_receiver_exists_arrive_in_order(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/x.sock"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -88,6 +93,7 @@ def test_messages_sent_before_the_receiver_exists_arrive_in_order(tmp_path: Path
     context.term()
 
 
+@pytest.mark.rule(7)
 def test_a_broken_frame_is_dropped_counted_and_harms_nobody(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/x.sock"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -28,6 +28,7 @@ def test_known_answers(counter, key, expected):
     assert words[:, 0].tolist() == list(expected)
 
 
+@pytest.mark.rule(37)
 def test_a_draw_depends_on_seed_and_position_only():
     seeds = np.array([0, 1, -1, 2**63 - 1, -(2**63), 7, 7], dtype=np.int64)
     positions = np.array([0, 5, 5, 1, 1, 0, 1], dtype=np.int64)

@@ -9,6 +9,7 @@ from nanoserve.api.prompt import fit_max_tokens, normal_messages, parse_prompt
 from nanoserve.errors import RequestError
 
 
+@pytest.mark.rule(24)
 def test_four_shapes() -> None:
     assert parse_prompt(b' "a b" ')[0].text == "a b"
     assert [p.text for p in parse_prompt(b'[ "a", "b"]')] == ["a", "b"]
@@ -16,6 +17,7 @@ def test_four_shapes() -> None:
     assert [p.ids for p in parse_prompt(b"[ [1], [2, 3]]")] == [[1], [2, 3]]
 
 
+@pytest.mark.rule(24)
 @pytest.mark.parametrize(
     "raw",
     [b"null", b"[]", b"3", b"{}", b"true", b"[true]", b"[1.5]", b'[3,"x"]', b'["x",3]', b"[[1],2]", b"[1,[2]]",
@@ -27,6 +29,7 @@ def test_anything_else_is_refused(raw: bytes) -> None:
     assert (caught.value.status, caught.value.param) == (400, "prompt")
 
 
+@pytest.mark.rule(26, 28)
 def test_length_rules() -> None:
     assert fit_max_tokens(10, 5, 16, 100, clip=False) == 5
     assert fit_max_tokens(10, None, 16, 100, clip=False) == 16
@@ -44,6 +47,7 @@ def test_length_rules() -> None:
     assert "101 tokens (90 in the prompt, 11 for the completion)" in caught.value.message
 
 
+@pytest.mark.rule(20)
 def test_parts_equal_the_joined_string() -> None:
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
     assert normal_messages([{"role": "user", "content": parts}]) == normal_messages(
@@ -51,6 +55,7 @@ def test_parts_equal_the_joined_string() -> None:
     )
 
 
+@pytest.mark.rule(17)
 @pytest.mark.parametrize(
     "messages",
     [None, [], [{}], [{"role": 3, "content": "x"}], [{"role": "user"}], [{"role": "user", "content": 3}],
@@ -99,12 +104,14 @@ def test_final_message_is_continued() -> None:
     assert text == "<s>[user] a[assistant] Sure,"
 
 
+@pytest.mark.rule(18)
 @pytest.mark.parametrize("name", ["messages", "bos_token", "add_generation_prompt", "raise_exception"])
 def test_arguments_cannot_replace_what_the_server_sets(name: str) -> None:
     with pytest.raises(RequestError):
         ChatTemplate(SOURCE, {"bos_token": "<s>"}).render([{"role": "user", "content": "a"}], kwargs={name: "x"})
 
 
+@pytest.mark.rule(18)
 @pytest.mark.parametrize(
     "source",
     ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}",

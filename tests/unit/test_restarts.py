@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from nanoserve.restarts import WINDOW_S, RestartBudget, RestartPlan
 
 
@@ -12,6 +14,7 @@ def test_the_first_restart_is_immediate_and_the_next_wait_longer() -> None:
     assert budget.spend("engine-0", 5.0) is None
 
 
+@pytest.mark.rule(4)
 def test_each_process_has_its_own_budget() -> None:
     budget = RestartBudget(1)
     assert budget.spend("engine-0", 0.0) == 0.0

@@ -21,6 +21,7 @@ def base() -> Path:
     return Path(tempfile.mkdtemp(dir="/tmp"))
 
 
+@pytest.mark.rule(5)
 def test_the_directory_is_private_and_removed(base: Path) -> None:
     endpoints = create_run_dir(base)
     assert endpoints.run_dir.parent == base
@@ -30,6 +31,7 @@ def test_the_directory_is_private_and_removed(base: Path) -> None:
     base.rmdir()
 
 
+@pytest.mark.rule(5)
 def test_the_directory_of_a_killed_supervisor_goes_with_the_next_start_and_a_living_ones_stays(base: Path) -> None:
     code = f"{_MAKE}; print(make(Path(sys.argv[1])).run_dir, flush=True); sys.stdin.read()"
     with subprocess.Popen(
@@ -57,6 +59,7 @@ def test_a_directory_that_is_just_being_made_stays(base: Path) -> None:
     base.rmdir()
 
 
+@pytest.mark.rule(6)
 def test_a_path_too_long_for_sockets_is_not_used(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 90)
     long.mkdir()

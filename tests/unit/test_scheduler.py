@@ -29,6 +29,7 @@ def add(scheduler: Scheduler, request_id: int, **fields) -> None:
 # ---- token budget -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(32)
 def test_a_long_prompt_is_computed_in_chunks_and_delays_streams_by_one_chunk() -> None:
     scheduler, executor = make_scheduler(max_num_batched_tokens=8), FakeExecutor(4)
     add(scheduler, 1, prompt=[5], max_tokens=10)
@@ -118,6 +119,7 @@ def test_a_row_of_several_tokens_is_cut_at_the_stop() -> None:
     assert total.finished[0].num_output_tokens == len(total.rows[0].token_ids)
 
 
+@pytest.mark.rule(59)
 def test_min_tokens_holds_eos_back_in_the_executor() -> None:
     scheduler = make_scheduler(eos=range(50))
     add(scheduler, 1, ignore_eos=False, min_tokens=3, max_tokens=9)
@@ -128,6 +130,7 @@ def test_min_tokens_holds_eos_back_in_the_executor() -> None:
 # ---- refusals -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(26)
 def test_a_prompt_as_long_as_the_context_is_refused_with_the_limit_and_one_less_is_served() -> None:
     scheduler = make_scheduler(max_model_len=10)
     with pytest.raises(RequestError, match=r"maximum context length is 10 tokens.*contains 10 input tokens") as error:
@@ -158,6 +161,7 @@ def test_sampling_fields_that_would_break_a_step_are_refused(fields: dict[str, o
     assert not scheduler.has_work
 
 
+@pytest.mark.rule(27)
 def test_what_can_never_fit_into_the_pool_is_refused_and_the_rest_ends_at_the_pool() -> None:
     scheduler = make_scheduler(num_blocks=3, block_size=4)
     with pytest.raises(RequestError, match=r"KV cache of this server limits the context length to 12 tokens") as error:
@@ -180,6 +184,7 @@ def test_a_full_queue_refuses_new_requests_but_not_resumed_ones() -> None:
     assert scheduler.add(make_request(5, output=[9]), 0) is None
 
 
+@pytest.mark.rule(11)
 @pytest.mark.parametrize("prompt", [[], [100], [-1], [5, 2**31 - 1]])
 def test_bad_prompts_are_refused(prompt: list[int]) -> None:
     scheduler = make_scheduler()
@@ -217,6 +222,7 @@ def test_a_passed_request_holds_the_queue_in_the_end() -> None:
     assert order.index(2) == MAX_BYPASSES
 
 
+@pytest.mark.rule(34)
 def test_the_last_arrived_gives_way_and_repeats_nothing() -> None:
     scheduler, executor = make_scheduler(num_blocks=6, prefix_cache=False), FakeExecutor(4)
     solo = make_scheduler(prefix_cache=False)
@@ -250,6 +256,7 @@ def test_the_lowest_priority_gives_way_also_when_its_row_is_planned_already() ->
     assert {end.request_id: end.num_preemptions for end in total.finished}[2] == 0
 
 
+@pytest.mark.rule(34)
 def test_prompt_scores_survive_a_preemption_between_chunks() -> None:
     scheduler, executor = make_scheduler(num_blocks=7, max_num_batched_tokens=3), FakeExecutor(4)
     add(scheduler, 1, prompt=[3], max_tokens=20)
@@ -298,6 +305,7 @@ def test_a_second_turn_reuses_the_answer_too() -> None:
     assert scheduler.schedule(1).rows[0].start == 12
 
 
+@pytest.mark.rule(33)
 def test_salts_do_not_share() -> None:
     scheduler, executor = make_scheduler(), FakeExecutor(4)
     add(scheduler, 1, prompt=range(2, 14), cache_salt="a")
@@ -374,6 +382,7 @@ def test_hits_that_lie_in_the_free_list_are_not_counted_as_free_twice() -> None:
 # ---- aborts and faults --------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(29, 30)
 def test_abort_in_every_state_frees_all_and_tells_once() -> None:
     scheduler, executor = make_scheduler(max_num_seqs=2, max_num_batched_tokens=6), FakeExecutor(4)
     add(scheduler, 1, prompt=[5], max_tokens=50)  # decoding
@@ -390,6 +399,7 @@ def test_abort_in_every_state_frees_all_and_tells_once() -> None:
     assert executor.states == {}
 
 
+@pytest.mark.rule(31)
 def test_race_abort_while_the_step_runs_keeps_its_blocks_until_the_step_has_ended() -> None:
     scheduler, executor = make_scheduler(num_blocks=4), FakeExecutor(4)
     add(scheduler, 1, prompt=range(2, 14), max_tokens=5)
@@ -404,6 +414,7 @@ def test_race_abort_while_the_step_runs_keeps_its_blocks_until_the_step_has_ende
     assert len(run_to_end(scheduler, executor).finished) == 1
 
 
+@pytest.mark.rule(30)
 def test_race_abort_of_a_preempted_request() -> None:
     scheduler, executor = make_scheduler(num_blocks=6, prefix_cache=False), FakeExecutor(4)
     for request_id in (1, 2):
@@ -415,6 +426,7 @@ def test_race_abort_of_a_preempted_request() -> None:
     assert [end.request_id for end in run_to_end(scheduler, executor).finished] == [1]
 
 
+@pytest.mark.rule(60)
 def test_a_stop_string_counts_the_tokens_that_the_detokenizer_kept() -> None:
     scheduler, executor = make_scheduler(), FakeExecutor(4)
     add(scheduler, 1, max_tokens=50)
@@ -424,6 +436,7 @@ def test_a_stop_string_counts_the_tokens_that_the_detokenizer_kept() -> None:
     assert (end.reason, end.num_output_tokens) == (FinishReason.STOP, 3)
 
 
+@pytest.mark.rule(35)
 def test_a_broken_row_ends_alone_and_its_blocks_are_not_found_again() -> None:
     scheduler, executor = make_scheduler(), FakeExecutor(4, broken_rows={1: 2})
     add(scheduler, 1, prompt=range(2, 14), max_tokens=6)

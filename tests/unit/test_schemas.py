@@ -21,6 +21,7 @@ def refused(data: bytes, decoder: BodyDecoder[CompletionBody] = COMPLETION) -> R
     return caught.value
 
 
+@pytest.mark.rule(9)
 @pytest.mark.parametrize(
     "data",
     [b"", b"[1]", b"null", b"3", b'"x"', b"{} x", b"{", b"\xef\xbb\xbf{}", b'{"a":\xff}', b'{"a":"\\ud800"}',
@@ -31,6 +32,7 @@ def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
     assert len(refused(data).message) < 300
 
 
+@pytest.mark.rule(13)
 @pytest.mark.parametrize(
     ("data", "param"),
     [
@@ -57,10 +59,12 @@ def test_every_field_may_be_null() -> None:
         BodyDecoder(kind).decode(msgspec.json.encode(body))
 
 
+@pytest.mark.rule(9)
 def test_duplicate_keys_last_one_wins() -> None:
     assert COMPLETION.decode(b'{"n":1,"n":2}').body.n == 2
 
 
+@pytest.mark.rule(18, 82)
 @pytest.mark.parametrize("key", sorted(UNSUPPORTED))
 def test_known_but_unsupported_is_refused_unless_it_asks_for_nothing(key: str) -> None:
     error = refused(msgspec.json.encode({key: {"something": 1}}))
@@ -69,6 +73,7 @@ def test_known_but_unsupported_is_refused_unless_it_asks_for_nothing(key: str) -
         assert COMPLETION.decode(msgspec.json.encode({key: harmless})).unknown_keys == ()
 
 
+@pytest.mark.rule(10)
 def test_true_is_not_one() -> None:
     assert refused(b'{"best_of":true}').param == "best_of"
 
@@ -85,6 +90,7 @@ def test_unknown_keys_make_a_header_that_is_one_printable_line(keys: list[str]) 
     assert value.isascii() and value.isprintable()
 
 
+@pytest.mark.rule(9)
 @given(st.dictionaries(st.text(), st.recursive(st.none() | st.integers() | st.floats() | st.text(), st.lists)))
 def test_no_body_does_anything_but_decode_or_400(body: dict[str, object]) -> None:
     data = msgspec.json.encode(body)

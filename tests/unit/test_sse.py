@@ -22,6 +22,7 @@ def decode(frame: bytes) -> dict[str, object]:
     return value
 
 
+@pytest.mark.rule(66)
 @given(st.text())
 def test_any_text_is_one_event_that_gives_it_back(text: str) -> None:
     chat = decode(frames(sse.ChatFrames).content(3, text))
@@ -42,6 +43,7 @@ def test_extras_logprobs_and_usage_ride_along() -> None:
     ]
 
 
+@pytest.mark.rule(67, 68)
 def test_role_finish_and_usage_chunks() -> None:
     chat = frames(sse.ChatFrames)
     assert isinstance(chat, sse.ChatFrames)
@@ -55,10 +57,12 @@ def test_role_finish_and_usage_chunks() -> None:
     assert (usage["choices"], usage["usage"]) == ([], {"total_tokens": 1})
 
 
+@pytest.mark.rule(66)
 def test_comment_cannot_be_more_than_one_line() -> None:
     assert sse.comment("a\ndata: evil") == b": a data: evil\n\n"
 
 
+@pytest.mark.rule(13)
 @pytest.mark.parametrize("message", ["plain", "x" * 10_000, 'quote " and \n line'])
 def test_error_event_is_the_bounded_envelope(message: str) -> None:
     error = decode(sse.error_event(RequestError(message, status=503, error_type="unavailable_error")))["error"]

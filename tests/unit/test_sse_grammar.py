@@ -20,6 +20,7 @@ def chat_stream() -> bytes:
     return b"".join([*parts, frames.finish(0, ending), frames.usage({"total_tokens": 3}), sse.DONE])
 
 
+@pytest.mark.rule(66)
 @given(st.integers(1, 80))
 def test_our_own_frames_pass_in_pieces_of_any_size(size: int) -> None:
     data = chat_stream()
@@ -32,6 +33,7 @@ def test_our_own_frames_pass_in_pieces_of_any_size(size: int) -> None:
     assert checker.choices[0].text == "a\nb🔥" and parser.comments == ["keep-alive"]
 
 
+@pytest.mark.rule(66)
 @pytest.mark.parametrize(
     "data",
     [
@@ -78,6 +80,7 @@ def test_right_chunks_pass() -> None:
     assert read_stream(stream_of(TEXT, FINISH, more=(USAGE,)), chat=False, include_usage=True).usage is not None
 
 
+@pytest.mark.rule(67, 68)
 @pytest.mark.parametrize(
     ("data", "options"),
     [
@@ -100,6 +103,7 @@ def test_wrong_chunks_are_caught(data: bytes, options: dict[str, Any]) -> None:
         read_stream(data, chat=False, **options)
 
 
+@pytest.mark.rule(70)
 def test_an_error_is_the_last_event() -> None:
     error = {"error": {"message": "x", "type": "t", "param": None, "code": 503}}
     checker = read_stream(stream_of(TEXT, more=(error,)), chat=False)

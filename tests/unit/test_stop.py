@@ -12,6 +12,7 @@ EOS_IDS = frozenset({1, 2})
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
+@pytest.mark.rule(59)
 @pytest.mark.parametrize(
     ("new_ids", "num_before", "fields", "expected"),
     [

@@ -77,6 +77,7 @@ def test_case_and_dot_flags() -> None:
     assert RegexMatcher("a.b").scan("a\nb") is None
 
 
+@pytest.mark.rule(82)
 @pytest.mark.parametrize(
     ("pattern", "why"),
     [
@@ -108,6 +109,7 @@ def test_what_is_refused_and_why(pattern: str, why: str) -> None:
         compile_regex(pattern)
 
 
+@pytest.mark.rule(82)
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)*b", "(a|aa)+b", "(.*)(.*)(.*)b", "(?:a?){50}a{50}b"])
 def test_no_pattern_blows_up(pattern: str) -> None:
     """Backtracking needs 2**n steps here. Ours are bounded: live states never outnumber the automaton's."""

@@ -48,12 +48,14 @@ def test_protocol_over_tokenizer_json(tmp_path: Path) -> None:
         tokenizer.decode_batch([[1 << 32]])
 
 
+@pytest.mark.rule(51)
 def test_spaces_are_not_cleaned_up(tmp_path: Path) -> None:
     tokenizer = built(tmp_path, byte_vocabulary())
     for text in (" ; ; ;", "do n't , he 's .", "a  b", " leading", "trailing "):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
+@pytest.mark.rule(23)
 def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
     """A tokenizer.json made for training cuts at its length: a server must not cut prompts silently."""
     built(tmp_path, byte_vocabulary(["<pad>"]))
@@ -69,6 +71,7 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
     assert [len(row) for row in tokenizer.encode_batch(["a", "bcd"], add_special_tokens=True)] == [1, 3]
 
 
+@pytest.mark.rule(23)
 def test_one_object_serves_many_threads(tmp_path: Path) -> None:
     tokenizer = built(tmp_path, byte_vocabulary(["<s>"], ["a b", "ab c"]))
     texts = [("abc é" * n + str(n)) for n in range(1, 40)]
@@ -185,6 +188,7 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text(tmp_path: Pat
     assert tokenizer.decode([257, 256, 258], skip_special_tokens=False) == "<think><|end|><｜odd▁name｜>"
 
 
+@pytest.mark.rule(21)
 def test_begin_and_end_tokens_are_added_where_the_file_says(tmp_path: Path) -> None:
     vocabulary = byte_vocabulary(["<s>", "</s>"], ids={"bos": 256, "eos": 257})
     for bos, eos, want in ((None, None, [64]), (True, None, [256, 64]), (True, True, [256, 64, 257])):

@@ -55,6 +55,7 @@ def test_waiting_is_not_a_stall_and_the_time_waited_does_not_count(bench: Bench)
     assert bench.dumps == 0
 
 
+@pytest.mark.rule(78)
 def test_a_stall_is_dumped_once_and_named(bench: Bench) -> None:
     bench.dog.feed()
     for now in (0, 9.9, 10, 11, 50):
@@ -72,6 +73,7 @@ def test_each_new_stall_is_dumped_again(bench: Bench) -> None:
     assert bench.dumps == 2
 
 
+@pytest.mark.rule(78)
 def test_the_hard_limit_ends_the_process(bench: Bench) -> None:
     bench.dog.check(0)
     bench.dog.check(99)
@@ -80,6 +82,7 @@ def test_the_hard_limit_ends_the_process(bench: Bench) -> None:
     assert bench.ended == [EXIT_WATCHDOG]
 
 
+@pytest.mark.rule(78)
 def test_a_declared_long_step_is_no_alarm_until_its_own_limit(bench: Bench) -> None:
     with bench.dog.busy("step 7: 1 rows, 32768 tokens", 60):
         assert bench.dog.check(0) == 0
