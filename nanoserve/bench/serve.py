@@ -30,6 +30,9 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--workload", action="append", choices=sorted(WORKLOADS), help="may be repeated; default: all")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each workload")
     parser.add_argument("--warmup", type=int, default=1, help="rounds of each workload that are thrown away")
+    parser.add_argument(
+        "--settle", type=float, default=2.0, help="seconds before each round, for the last server to rest"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the first round; each round adds one")
     parser.add_argument("--extra", type=json.loads, default={}, help="JSON object merged into each request body")
     parser.add_argument("--out", type=Path, help="file for one JSON line per round")
@@ -53,6 +56,7 @@ async def _main(args: argparse.Namespace) -> int:
         for round_index in range(-args.warmup, args.rounds):
             for name, url in servers.items():
                 seed = args.seed + args.warmup + round_index
+                await asyncio.sleep(args.settle)
                 result = await run_workload(f"{url}/v1/completions", models[name], workload, seed, args.extra)
                 failures += len(result["errors"])
                 for error in result["errors"]:
