@@ -1,8 +1,9 @@
 """The api process's end of the ring: submits requests, dispatches text, resumes requests on a new engine.
 
 Owner process: api. Owns the one dict of live requests. `process` feeds `deliver` with what the inbox brings; handlers
-call `submit` and `abort`. Delivery is idempotent by absolute offsets: repeats are dropped, a gap ends that request.
-What stays silent for long is asked for again, so that no lost message leaves anybody waiting for ever.
+call `submit` and `abort`. Delivery is idempotent by absolute offsets: repeats are dropped; where a part is missing, and
+where nothing comes for long, the whole output is asked for again, so that no lost message changes a text or leaves
+anybody waiting for ever.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class ClientCounters:
     aborted: int = 0
     late_rows: int = 0
     repeated_rows: int = 0
-    gaps: int = 0
+    gaps: int = 0  # streams that lost a part, which was asked for again
     resubmitted: int = 0
     asked: int = 0  # requests that had been silent for long
 
@@ -154,7 +155,10 @@ class EngineClient:
         self._send(FlushCache())
 
     def deliver(self, batch: TextBatch) -> None:
-        """Dispatches one drained batch: rows first, then terminal records, then one Release for all of them."""
+        """Dispatches one drained batch: rows first, then terminal records, then one Release for all of them.
+
+        What is ahead of its stream is not taken: it comes again, behind what was lost.
+        """
         self.note_engine(batch.engine_incarnation)
         for accepted in batch.accepted:
             if (stream := self._live.get(accepted.request_id)) is not None:
@@ -163,12 +167,17 @@ class EngineClient:
         for prompt in batch.prompt_logprobs:
             if (stream := self._live.get(prompt.request_id)) is not None:
                 stream.push_prompt_logprobs(prompt.tokens)
-        if batch.request_ids:
-            self._deliver_rows(batch)
+        torn = self._deliver_rows(batch) if batch.request_ids else []
         if batch.finished:
-            for record in batch.finished:
+            early = [record for record in batch.finished if self._lacks_output(record)]
+            ends = [record for record in batch.finished if record not in early] if early else batch.finished
+            torn += [self._live[record.finished.request_id] for record in early]
+            for record in ends:
                 self._finish(record)
-            self._send(Release(request_ids=[record.finished.request_id for record in batch.finished]))
+            if ends:
+                self._send(Release(request_ids=[record.finished.request_id for record in ends]))
+        if torn:
+            self._ask_for_lost(torn)
 
     def note_engine(self, incarnation: int) -> None:
         """Called with every incarnation number seen; a higher one means the old engine's requests are gone."""
@@ -231,7 +240,26 @@ class EngineClient:
         for stream in list(self._live.values()):
             self._end_with(stream, failure)
 
-    def _deliver_rows(self, batch: TextBatch) -> None:
+    def _ask_for_lost(self, torn: list[RequestStream]) -> None:
+        """Has the outputs of these told whole, once; where that word is lost too, `ask_for_silent` asks again."""
+        now_ns = self._clock_ns()
+        unasked = {stream.request_id: stream for stream in torn if not stream.silence.is_asked}
+        for stream in unasked.values():
+            stream.silence.ask(now_ns)
+        if unasked:
+            self.counters.gaps += len(unasked)
+            self._send(Resync(request_ids=list(unasked)))
+
+    def _lacks_output(self, record: TextFinished) -> bool:
+        """Whether ids before this end have not come."""
+        finished = record.finished
+        stream = self._live.get(finished.request_id)
+        is_regular = finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        return stream is not None and is_regular and finished.num_output_tokens > len(stream.output_ids)
+
+    def _deliver_rows(self, batch: TextBatch) -> list[RequestStream]:
+        """Returns the streams that lack what comes before their row."""
+        torn: list[RequestStream] = []
         now_ns = self._clock_ns()
         ids = unpack_ids(batch.token_ids)
         logprobs = {scored.row: scored for scored in batch.logprobs} if batch.logprobs else {}
@@ -241,17 +269,18 @@ class EngineClient:
             stream = self._live.get(request_id)
             if stream is None:
                 self.counters.late_rows += 1
-            else:
-                self._push(
-                    stream,
-                    batch.deltas[row],
-                    batch.char_offset[row],
-                    batch.first_index[row],
-                    ids[start:end],
-                    logprobs.get(row) if logprobs else None,
-                    now_ns,
-                )
+            elif not self._push(
+                stream,
+                batch.deltas[row],
+                batch.char_offset[row],
+                batch.first_index[row],
+                ids[start:end],
+                logprobs.get(row) if logprobs else None,
+                now_ns,
+            ):
+                torn.append(stream)
             start = end
+        return torn
 
     def _push(
         self,
@@ -262,26 +291,23 @@ class EngineClient:
         ids: list[int],
         logprobs: RowTokenTexts | None,
         now_ns: int,
-    ) -> None:
+    ) -> bool:
+        """False where the row is ahead of its stream."""
         try:
             num_new = stream.push_row(delta, char_offset, first_index, ids, logprobs)
         except StreamGapError:
-            self.counters.gaps += 1
-            self.abort([stream], AbortCause.CLIENT_GONE)
-            self._end_with(
-                stream, Failure(status=500, message="A part of the output was lost.", error_type="server_error")
-            )
-            return
+            return False
         stream.silence.end(now_ns)
         if num_new <= 0:
             self.counters.repeated_rows += num_new < 0
-            return
+            return True
         if stream.first_ns:
             self._latency.inter_token((now_ns - stream.last_ns) * 1e-9 / num_new, num_new)
         else:
             stream.first_ns = now_ns
             self._latency.first_token((now_ns - stream.submitted_ns) * 1e-9)
         stream.last_ns = now_ns
+        return True
 
     def _finish(self, record: TextFinished) -> None:
         request_id = record.finished.request_id

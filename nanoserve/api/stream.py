@@ -120,6 +120,11 @@ class Silence:
         """A sign of life."""
         self._since_ns, self._num_asked = now_ns, 0
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether the engine was asked, and nothing that fits has come since."""
+        return self._num_asked > 0
+
     def is_due(self, now_ns: int) -> bool:
         """Whether to ask; each time it takes twice as long as the last."""
         return now_ns - self._since_ns >= SILENT_NS << min(self._num_asked, _MOST_DOUBLINGS)

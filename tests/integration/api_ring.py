@@ -34,6 +34,7 @@ from nanoserve.ipc.messages import (
     FinishReason,
     FlushCache,
     Release,
+    Resync,
     RowTokenTexts,
     ServerStatus,
     TextBatch,
@@ -103,6 +104,7 @@ class FakeRing:
         self._outbox = Outbox(context, endpoints.api(0))
         self.engine_incarnation = 1
         self.script: Callable[[AddRequest], None] = self.finish_at_once
+        self.retell: Callable[[int], None] = lambda request_id: None  # the answer to a Resync
         self.added: list[AddRequest] = []
         self.aborted: list[AbortRequest] = []
         self.released: list[int] = []
@@ -132,6 +134,9 @@ class FakeRing:
                 self.script(message)
         elif isinstance(message, AbortRequest):
             self.aborted.append(message)
+        elif isinstance(message, Resync):
+            for request_id in message.request_ids:
+                self.retell(request_id)
         elif isinstance(message, FlushCache):
             self.flushes += 1
         elif isinstance(message, Release):

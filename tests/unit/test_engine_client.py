@@ -59,10 +59,11 @@ def batch(*rows: tuple[int, str, int], incarnation: int = 1, finished: list[Text
     )
 
 
-def done(request_id: int, reason: FinishReason = FinishReason.LENGTH) -> TextFinished:
-    return TextFinished(Finished(request_id=request_id, reason=reason))
+def done(request_id: int, reason: FinishReason = FinishReason.LENGTH, num_output_tokens: int = 0) -> TextFinished:
+    return TextFinished(Finished(request_id=request_id, reason=reason, num_output_tokens=num_output_tokens))
 
 
+@pytest.mark.rule(29, 41)
 def test_rows_go_to_their_streams_and_ends_are_released_once() -> None:
     client, sent = make_client()
     first, second = (client.submit(new_request(), Outlet()) for _ in range(2))
@@ -121,13 +122,43 @@ def test_failure_of_the_server_ends_every_stream() -> None:
     assert client.num_live == 0
 
 
-def test_a_gap_ends_that_request_alone() -> None:
+def test_a_missing_row_is_asked_for_once_and_nothing_is_taken_out_of_order() -> None:
     client, sent = make_client()
-    broken, whole = (client.submit(new_request(), Outlet()) for _ in range(2))
-    client.deliver(batch((broken.request_id, "z", 5), (whole.request_id, "ok", 0)))
-    assert broken.finished is not None and broken.finished.finished.failure is not None
-    assert whole.finished is None and whole.take().text == "ok"
-    assert isinstance(sent[-1], AbortRequest) and client.counters.gaps == 1
+    torn, whole = (client.submit(new_request(), Outlet()) for _ in range(2))
+    sent.clear()
+    client.deliver(batch((torn.request_id, "ab", 0), (whole.request_id, "o", 0)))
+    client.deliver(batch((torn.request_id, "e", 4), (whole.request_id, "k", 1)))  # "cd" was lost on the way
+    client.deliver(batch((torn.request_id, "f", 5)))
+    assert sent == [Resync(request_ids=[torn.request_id])] and client.counters.gaps == 1
+    assert whole.take().text == "ok" and torn.take().text == "ab"
+    client.deliver(batch((torn.request_id, "abcdef", 0)))  # told whole
+    client.deliver(batch((torn.request_id, "g", 6), finished=[done(torn.request_id, num_output_tokens=7)]))
+    assert torn.take().text == "cdefg" and torn.finished is not None
+    assert sent[1:] == [Release(request_ids=[torn.request_id])]
+
+
+def test_an_end_whose_last_rows_are_missing_is_not_taken_and_not_released() -> None:
+    client, sent = make_client()
+    torn, whole = (client.submit(new_request(), Outlet()) for _ in range(2))
+    sent.clear()
+    ends = [done(torn.request_id, num_output_tokens=3), done(whole.request_id, num_output_tokens=2)]
+    client.deliver(batch((torn.request_id, "c", 2), (whole.request_id, "ok", 0), finished=ends))
+    assert torn.finished is None and whole.finished is not None
+    assert sent == [Release(request_ids=[whole.request_id]), Resync(request_ids=[torn.request_id])]
+    client.deliver(batch((torn.request_id, "abc", 0), finished=ends[:1]))
+    assert torn.take().text == "abc" and torn.finished is not None
+    assert sent[2:] == [Release(request_ids=[torn.request_id])]
+
+
+def test_where_the_asking_is_lost_too_it_is_repeated() -> None:
+    client, sent = make_client()
+    stream = client.submit(new_request(), Outlet())
+    client.deliver(batch((stream.request_id, "c", 2)))
+    sent.clear()
+    for second in range(1, 12):
+        client.ask_for_silent(second * 10**9 + 1)
+        client.deliver(batch((stream.request_id, "d", 3)))  # rows that do not fit are no sign of life
+    assert sent[1:] == [Resync(request_ids=[stream.request_id])]
 
 
 def test_a_silent_request_is_asked_for_with_growing_patience() -> None:
@@ -152,6 +183,7 @@ def test_a_silent_request_is_asked_for_with_growing_patience() -> None:
     assert not sent
 
 
+@pytest.mark.rule(41)
 def test_an_end_that_does_not_come_is_asked_for_once_more() -> None:
     client, sent = make_client()
     stream = client.submit(new_request(), Outlet())
@@ -170,6 +202,7 @@ def make_stream(**options: Any) -> tuple[RequestStream, Outlet]:
     return RequestStream(request, outlet, **options), outlet
 
 
+@pytest.mark.rule(40)
 @settings(max_examples=300)
 @given(
     st.text(alphabet="abcdef", max_size=20), st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.booleans()))
@@ -191,6 +224,7 @@ def test_any_delivery_with_repeats_gives_the_text_once(text: str, rows: list[tup
     assert ids == [ord(char) for char in text] == list(stream.output_ids)
 
 
+@pytest.mark.rule(40)
 def test_a_row_ahead_of_the_stream_is_a_gap() -> None:
     stream, _ = make_stream()
     stream.push_row("ab", 0, 0, [1, 2])
