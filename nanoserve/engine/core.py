@@ -216,7 +216,13 @@ class EngineCore:
         """A batch that carries stats. Of an idle engine it also proves that all books are closed."""
         if not self.has_work:
             self.scheduler.check_idle()
+        self._retell_overdue(self._clock())
         return self._builder.take(self.scheduler.num_steps, self.stats())
+
+    def _retell_overdue(self, now_ns: int) -> None:
+        overdue = self.ledger.overdue(now_ns)
+        if overdue:
+            self._postponed.append(Resync(overdue))
 
     def stats(self) -> EngineStats:
         return self.counters.snapshot(
@@ -245,6 +251,7 @@ class EngineCore:
         if end_ns - self._progress_ns >= _PROGRESS_NS:
             self._progress_ns = end_ns
             self._builder.accepted += [Accepted(*progress) for progress in self.scheduler.without_output()]
+            self._retell_overdue(end_ns)
         if not plan.rows and self._builder.is_empty:
             return None
         return self._builder.take(plan.step, self.stats())

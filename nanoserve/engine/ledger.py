@@ -2,7 +2,8 @@
 
 The detokenizer may die, or forget a state, at any moment: from this ledger its streams are rebuilt. A record begins
 at admission, grows with the output (4 bytes a token, more where log-probabilities are asked for), and is forgotten on
-`Release`, or when far too many of them were never released.
+`Release`. Where that does not come, the end or its release was lost: the request is told again, some times, and then
+forgotten.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from nanoserve.sched.request import StepOutput, TokenRow
 
 # Bounds what an api process that never releases can cost. The oldest go first: their clients had the most time.
 MAX_RETAINED = 16384
+RETELL_NS = 10_000_000_000  # how long after its end a release is late; twice as long each time
+MAX_RETOLD = 5
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +36,7 @@ class Record:
     prompt_logprobs: PromptLogprobs | None = None
     finished: Finished | None = None
     released: bool = False
+    num_retold: int = 0
 
 
 @dataclass(slots=True)
@@ -104,6 +108,25 @@ class Ledger:
             return True
         self._forget(request_id)
         return False
+
+    def overdue(self, now_ns: int) -> list[int]:
+        """Requests that are to be told again because nobody has released them. Called about once a second.
+
+        Those that were told often enough are forgotten: an api that still waits for one asks with the ids it has.
+        """
+        due: list[int] = []
+        for request_id in list(self._finished):
+            record = self._records[request_id]
+            ended_ns = record.finished.finished_ns if record.finished is not None else 0
+            if now_ns - ended_ns < RETELL_NS:
+                break  # nor have the later ones waited long enough
+            if now_ns - ended_ns >= RETELL_NS << record.num_retold:
+                record.num_retold += 1
+                due.append(request_id)
+        forgotten = [request_id for request_id in due if self._records[request_id].num_retold > MAX_RETOLD]
+        for request_id in forgotten:
+            self._forget(request_id)
+        return [request_id for request_id in due if request_id in self._records]
 
     def replay(self, request_ids: Iterable[int] = ()) -> Replay:
         """All that these requests (none named: all) have said so far."""

@@ -135,6 +135,7 @@ def test_a_full_queue_refuses_with_503() -> None:
     assert ear.finished[2].reason is FinishReason.LENGTH
 
 
+@pytest.mark.rule(29)
 def test_the_same_request_delivered_twice_runs_once() -> None:
     core, _ = core_with(make_add_request(1), make_add_request(1))
     ear = Ear()
@@ -148,6 +149,7 @@ def test_the_same_request_delivered_twice_runs_once() -> None:
 # ---- ends ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(73)
 def test_gate_an_abort_leads_to_at_most_three_more_steps() -> None:
     """The hang-up after k tokens is noticed by the step that runs, at the latest."""
     core, executor = core_with(make_add_request(1, max_tokens=200), make_add_request(2, max_tokens=30))
@@ -168,6 +170,7 @@ def test_gate_an_abort_leads_to_at_most_three_more_steps() -> None:
     assert len(ear.outputs[2]) == 30
 
 
+@pytest.mark.rule(29)
 def test_race_a_stop_string_and_the_last_token_in_one_step() -> None:
     core, executor = core_with(make_add_request(1, max_tokens=3))
     ear = Ear()
@@ -192,6 +195,7 @@ def test_a_stop_string_between_two_steps_costs_no_row() -> None:
     assert core.stats().stop_overrun_rows == 0
 
 
+@pytest.mark.rule(29, 30)
 def test_unknown_ids_are_counted_and_nothing_else() -> None:
     core, _ = core_with(AbortRequest([7, 8], AbortCause.CLIENT_GONE), Release([9]), Resync([5]))
     assert core.take_news() is None
@@ -199,6 +203,7 @@ def test_unknown_ids_are_counted_and_nothing_else() -> None:
     assert not core.has_work
 
 
+@pytest.mark.rule(35)
 def test_a_broken_row_ends_alone() -> None:
     core, _ = core_with(make_add_request(1), make_add_request(2), executor=FakeExecutor(4, broken_rows={1: 3}))
     ear = Ear()
@@ -207,6 +212,7 @@ def test_a_broken_row_ends_alone() -> None:
     assert (ear.finished[2].reason, len(ear.outputs[2])) == (FinishReason.LENGTH, 8)
 
 
+@pytest.mark.rule(35)
 def test_a_step_that_fails_once_ends_its_requests_and_the_engine_goes_on() -> None:
     core, executor = core_with(make_add_request(1), executor=FakeExecutor(4, broken_steps={3}))
     ear = Ear()
@@ -222,6 +228,7 @@ def test_a_step_that_fails_once_ends_its_requests_and_the_engine_goes_on() -> No
     assert core.scheduler.tables.pool.num_used == 0
 
 
+@pytest.mark.rule(35)
 def test_two_failed_steps_in_a_row_end_the_process() -> None:
     core, _ = core_with(make_add_request(1), executor=FakeExecutor(4, broken_steps={2, 3}))
     core.step()
@@ -256,6 +263,7 @@ def test_shut_down_ends_all() -> None:
 # ---- what is kept for a detokenizer that forgets ------------------------------------------------------------
 
 
+@pytest.mark.rule(41, 42)
 def test_resync_tells_live_and_unreleased_requests_whole() -> None:
     core, _ = core_with(
         make_add_request(1, max_tokens=3), make_add_request(2, max_tokens=9), make_add_request(3, [100])
@@ -362,6 +370,34 @@ def test_what_is_never_released_is_bounded() -> None:
         ledger.finish(Finished(request_id, FinishReason.LENGTH))
     assert (ledger.num_records, ledger.num_retained) == (3, 3)
     assert 9 in ledger
+
+
+def test_a_lost_release_is_made_good_by_telling_the_end_again() -> None:
+    core, _ = core_with(make_add_request(1, max_tokens=3), make_add_request(2, max_tokens=3))
+    ear = Ear()
+    run(core, ear)
+    core.handle(Release([2]))
+    told_at = []
+    for second in range(1, 1000):
+        core._clock = lambda now=second * 10**9: now
+        core.heartbeat()
+        if core.has_work:
+            told_at.append(second)
+            again = Ear()
+            run(core, again)
+            assert again.outputs == {1: ear.outputs[1]} and again.finished.keys() == {1}
+    assert told_at == [11, 21, 41, 81, 161]
+    assert core.ledger.num_records == 0
+
+
+def test_lost_releases_are_noticed_by_a_busy_engine_too() -> None:
+    core, _ = core_with(make_add_request(1, max_tokens=3))
+    run(core, Ear())
+    core.handle(make_add_request(2, max_tokens=5))
+    core._clock = lambda: 20 * 10**9
+    again = Ear()
+    run(core, again)
+    assert again.finished.keys() == {1, 2}
 
 
 def test_resumed_requests_continue_and_say_so() -> None:
