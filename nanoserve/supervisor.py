@@ -26,7 +26,14 @@ from nanoserve.children import READY, RESTARTING, STARTING, Child, Spawner, desc
 from nanoserve.config import ServerConfig
 from nanoserve.errors import StartupError
 from nanoserve.ipc.channels import Inbox, Outbox
-from nanoserve.ipc.endpoints import Endpoints, create_run_dir, next_life, remove_run_dir, shared_run_dir
+from nanoserve.ipc.endpoints import (
+    Endpoints,
+    create_run_dir,
+    next_life,
+    remake_run_dir,
+    remove_run_dir,
+    shared_run_dir,
+)
 from nanoserve.ipc.link import EXIT_STREAMS_CUT
 from nanoserve.ipc.messages import (
     PROTOCOL_VERSION,
@@ -125,6 +132,10 @@ class Supervisor:
         name = f"{role}-{index}"
         last = self._children.get(name)
         life = next_life(self._endpoints, name) if self._is_api_alone else last.incarnation + 1 if last else 1
+        if not self._endpoints.config_file.exists():
+            _log.error("%s was removed: it is made again", self._endpoints.run_dir)
+            remake_run_dir(self._endpoints)
+            self._endpoints.config_file.write_bytes(msgspec.json.encode(self._config))
         child = self._spawner.start(role, index, life, self._board.status.model_dir)
         if role == "api" and life > 1:
             self._engine.send(ApiGone(index, life - 1))

@@ -2,24 +2,58 @@
 
 The receiver binds, senders connect; a sender may connect before the receiver exists and its messages wait.
 No high-water mark: nothing is dropped and nothing blocks inside ZMQ; memory is bounded by admission instead.
-A frame that does not decode is dropped and counted (`Inbox.dropped`): one broken peer must not end a loop.
+A frame that does not decode is dropped and counted (`Inbox.dropped`): one broken peer must not end a loop. A receiver
+whose socket file has been removed (someone tidied up the directory) makes it again, so that peers to come find it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 import zmq
 
+from nanoserve.ipc.endpoints import is_private
+
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 1.0  # between two looks at a receiver's socket file
 
 
 def _no_limits(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
+
+
+class _Bound:
+    """A receiver's address, kept in place: connections that exist live on without it, but new ones need the file."""
+
+    def __init__(self, socket: zmq.Socket[Any], endpoint: str) -> None:
+        self._socket = socket
+        self._endpoint = endpoint
+        self._look_due = 0.0
+        socket.bind(endpoint)
+
+    def look(self) -> None:
+        """Binds again where the file is gone and its directory is there. Called often; looks once a second."""
+        now = time.monotonic()
+        if now < self._look_due:
+            return
+        self._look_due = now + _LOOK_S
+        path = Path(self._endpoint.removeprefix("ipc://"))
+        if path.exists() or not is_private(path.parent):
+            return
+        try:
+            self._socket.bind(self._endpoint)
+            _log.error("the socket %s was removed: it is there again", path)
+        except zmq.ZMQError as error:
+            _log.error("the socket %s was removed and cannot be made again: %s", path, error)
 
 
 class Outbox:
@@ -59,7 +93,7 @@ class Inbox(Generic[T]):
         self._socket = context.socket(zmq.PULL)
         _no_limits(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(endpoint)
+        self._bound = _Bound(self._socket, endpoint)
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(types)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -73,6 +107,7 @@ class Inbox(Generic[T]):
 
     def drain(self, limit: int = 0) -> list[T]:
         """Takes all that waits (at most `limit` when positive) without sleeping."""
+        self._bound.look()
         messages: list[T] = []
         while not limit or len(messages) < limit:
             try:
@@ -99,7 +134,7 @@ class AsyncInbox(Generic[T]):
         self._socket = context.socket(zmq.PULL)
         _no_limits(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(endpoint)
+        self._bound = _Bound(self._socket, endpoint)
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(types)
         self._frames: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -109,6 +144,7 @@ class AsyncInbox(Generic[T]):
 
     async def receive(self) -> Sequence[T]:
         """Sleeps until something waits, then takes all of it. For one task at a time."""
+        self._bound.look()
         self._on_readable()
         while not self._frames:
             self._waiter = self._loop.create_future()

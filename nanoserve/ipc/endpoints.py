@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,28 @@ def create_run_dir(parent: Path | None = None) -> Endpoints:
             continue  # another start took it for a stale one in the instant before the lock
         made.rmdir()
     raise StartupError("no writable directory with a path short enough for Unix sockets")
+
+
+def remake_run_dir(endpoints: Endpoints) -> None:
+    """Makes the directory anew where somebody has removed it. StartupError when what is there now is not private."""
+    run_dir = endpoints.run_dir
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(f"the run directory {run_dir} was removed and cannot be made: {error.strerror}") from None
+    if not is_private(run_dir):
+        raise StartupError(f"the run directory {run_dir} was removed, and what is there now is not private")
+    if not (run_dir / _LOCK).exists():
+        _lock(run_dir)
+
+
+def is_private(directory: Path) -> bool:
+    """Whether nobody else can put anything there: the name of a removed directory is free for everyone."""
+    try:
+        found = directory.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 def _lock(run_dir: Path, name: str = _LOCK) -> int | None:

@@ -72,6 +72,13 @@ class Server:
         return self._process.pid
 
     @property
+    def run_dir(self) -> Path:
+        """The directory of its sockets: the launcher holds a lock in it as long as it lives."""
+        links = [fd.readlink() for fd in Path(f"/proc/{self.pid}/fd").iterdir() if fd.is_symlink()]
+        (lock,) = (link for link in links if link.name == "lock")
+        return lock.parent
+
+    @property
     def output(self) -> str:
         with self._changed:
             return "\n".join(self._lines)

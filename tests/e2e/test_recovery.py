@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -95,6 +96,27 @@ def test_no_stream_and_no_byte_is_lost(victims: list[str], start_server: StartSe
 
 
 @pytest.mark.rule(4)
+def test_a_server_whose_directory_was_removed_goes_on_and_its_parts_can_still_return(start_server: StartServer) -> None:
+    """Sockets, configuration and all, as when somebody tidies up the directory for temporary files."""
+    server = start_server("sim", "--sim-step-ms", "10")
+    undisturbed = run_streams(server)
+    run_dir = server.run_dir
+
+    def disturb(progress: threading.Semaphore) -> None:
+        after_events(progress, 100)
+        shutil.rmtree(run_dir)
+        for name in ("detok-0", "engine-0"):
+            after_events(progress, 100)
+            os.kill(newest_pid(server, name), signal.SIGKILL)
+
+    streams = run_streams(server, disturb)
+    assert [stream.errors for stream in streams] == [[]] * len(PROMPTS)
+    assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
+    assert "was removed" in server.output
+    wait_until(lambda: is_ready(server), 20, "ready again")
+    assert server.stop() == 0 and not run_dir.exists()
+
+
 @pytest.mark.parametrize("name", ["detok-0", "engine-0"])
 def test_a_request_that_comes_while_a_part_is_down_waits_for_it(name: str, start_server: StartServer) -> None:
     server = start_server("sim")
@@ -127,6 +149,12 @@ def test_a_real_model_goes_on_where_it_was(start_server: StartServer) -> None:
 
 
 @pytest.mark.rule(4)
+def last_words(server: Server) -> str:
+    """What the launcher shows of the dead process's log, indented, under its own last line."""
+    _, _, shown = server.output.partition("nanoserve ends: ")
+    return "\n".join(line for line in shown.splitlines()[1:] if line.startswith("  "))
+
+
 def test_too_many_deaths_end_everything_with_an_error_event_and_code_70(start_server: StartServer) -> None:
     server = start_server("sim", "--sim-step-ms", "20", "--max-restarts", "1")
     os.kill(newest_pid(server, "engine-0"), signal.SIGKILL)
@@ -147,7 +175,7 @@ def test_too_many_deaths_end_everything_with_an_error_event_and_code_70(start_se
 def test_a_process_that_dies_while_it_starts_ends_the_server_with_its_last_words(start_server: StartServer) -> None:
     server = start_server("sim", "--fault", "detok:raise@0", wait=False)
     assert server.wait_exit(60) == 70
-    assert "RuntimeError: a fault on purpose" in server.output
+    assert "RuntimeError: a fault on purpose" in last_words(server)
     assert "restarting" not in server.output
 
 
@@ -155,6 +183,7 @@ def test_a_process_that_cannot_live_ends_the_server(start_server: StartServer) -
     server = start_server("sim", "--fault", "detok:raise@1!", "--max-restarts", "2", wait=False)
     assert server.wait_exit(60) == 70
     assert server.output.count("is back") == 2
+    assert "RuntimeError: a fault on purpose" in last_words(server)
 
 
 def test_an_api_process_takes_only_its_own_connections_with_it(start_server: StartServer) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -113,6 +115,38 @@ def test_a_broken_frame_is_dropped_counted_and_harms_nobody(tmp_path: Path) -> N
     raw.close()
     outbox.close()
     inbox.close()
+    context.term()
+
+
+def test_a_removed_socket_file_comes_back_and_connections_live_on(tmp_path: Path, monkeypatch: Any) -> None:
+    """A directory for temporary files may be tidied up under a server that has been running for weeks."""
+    monkeypatch.setattr("nanoserve.ipc.channels._LOOK_S", 0.0)
+    directory = tmp_path / "run"
+    directory.mkdir(mode=0o700)
+    endpoint = f"ipc://{directory}/x.sock"
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox: Inbox[EngineInbox] = Inbox(context, endpoint, EngineInbox)
+    old = Outbox(context, endpoint)
+
+    def receive(number: int) -> None:
+        assert inbox.wait(5000)
+        assert inbox.drain() == [Release(request_ids=[number])]
+
+    old.send(Release(request_ids=[1]))
+    receive(1)
+    shutil.rmtree(directory)
+    assert inbox.drain() == [] and not directory.exists()
+    old.send(Release(request_ids=[2]))
+    receive(2)
+    directory.mkdir(mode=0o755)  # by somebody else, perhaps
+    assert inbox.drain() == [] and not list(directory.iterdir())
+    directory.chmod(0o700)
+    assert inbox.drain() == [] and [path.name for path in directory.iterdir()] == ["x.sock"]
+    new = Outbox(context, endpoint)
+    new.send(Release(request_ids=[3]))
+    receive(3)
+    for socket in (old, new, inbox):
+        socket.close()
     context.term()
 
 

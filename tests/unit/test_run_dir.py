@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanoserve.errors import StartupError
-from nanoserve.ipc.endpoints import create_run_dir, next_life, remove_run_dir, shared_run_dir
+from nanoserve.ipc.endpoints import create_run_dir, next_life, remake_run_dir, remove_run_dir, shared_run_dir
 
 _MAKE = "import sys; from pathlib import Path; from nanoserve.ipc.endpoints import create_run_dir as make"
 
@@ -60,6 +60,21 @@ def test_a_directory_that_is_just_being_made_stays(base: Path) -> None:
 
 
 @pytest.mark.rule(6)
+def test_a_removed_directory_is_made_again_unless_its_name_was_taken(base: Path) -> None:
+    endpoints = create_run_dir(base)
+    remove_run_dir(endpoints)
+    remake_run_dir(endpoints)
+    assert endpoints.run_dir.stat().st_mode & 0o777 == 0o700
+    again = create_run_dir(base)
+    assert endpoints.run_dir.exists()  # locked: not taken for that of a dead server
+    endpoints.run_dir.chmod(0o777)
+    with pytest.raises(StartupError, match="not private"):
+        remake_run_dir(endpoints)
+    for made in (endpoints, again):
+        remove_run_dir(made)
+    base.rmdir()
+
+
 def test_a_path_too_long_for_sockets_is_not_used(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 90)
     long.mkdir()
