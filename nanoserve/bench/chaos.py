@@ -73,6 +73,11 @@ class Server:
             if match := re.match(r"(\w+-\d+) \(pid (\d+)\) is back", line):
                 self.pids[match.group(1)] = int(match.group(2))
 
+    @property
+    def pid(self) -> int:
+        """The launcher's."""
+        return self._process.pid
+
     def signal(self, names: Sequence[str], number: int) -> None:
         for name in names:
             with contextlib.suppress(ProcessLookupError):

@@ -2,13 +2,16 @@
 
 Starts a server of its own. A third of the requests are streams that are left in the middle, a third are left before
 their first token, the rest are read to the end. Every ten seconds each process's anonymous memory (with what is swapped
-out) and open descriptors are read; told is the slope of the second half, where caches have reached their size.
+out) and open descriptors are read; told is the slope of the second half, where caches have reached their size, by the
+hour and by the request: what grows with requests grows as much when they come faster, so that a short run of many
+stands for the hour in which a server at `--rate` would see as many.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import sys
 import time
@@ -29,13 +32,17 @@ class Sample:
     at_s: float
     anonymous_bytes: int
     descriptors: int
+    cpu_s: float
+    num_requests: int  # that had ended by then
 
 
-def sample(pid: int, at_s: float) -> Sample:
+def sample(pid: int, at_s: float, num_requests: int) -> Sample:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     kib = int(fields["RssAnon"].split()[0]) + int(fields["VmSwap"].split()[0])
-    return Sample(at_s, kib << 10, sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()))
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    cpu_s = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    return Sample(at_s, kib << 10, sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()), cpu_s, num_requests)
 
 
 def slope(samples: Sequence[Sample]) -> float:
@@ -82,17 +89,20 @@ async def measure(options: argparse.Namespace) -> dict[str, list[Sample]]:
         nonlocal count
         draw = random.Random(f"{options.seed}-{number}")
         while time.monotonic() < ends:
+            if options.rate:
+                await asyncio.sleep(draw.expovariate(options.rate / options.clients))
             await _one(session, server.url, draw)
             count += 1
 
-    samples: dict[str, list[Sample]] = {name: [] for name in server.pids}
+    pids = {**server.pids, "launcher": server.pid}
+    samples: dict[str, list[Sample]] = {name: [] for name in pids}
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
             clients = [asyncio.create_task(client(number)) for number in range(options.clients)]
             while time.monotonic() < ends:
                 await asyncio.sleep(min(_SAMPLE_S, options.minutes * 60 / 12))
-                for name, pid in server.pids.items():
-                    samples[name].append(sample(pid, time.monotonic() - begun))
+                for name, pid in pids.items():
+                    samples[name].append(sample(pid, time.monotonic() - begun, count))
             await asyncio.gather(*clients)
     finally:
         code = await server.stop()
@@ -104,14 +114,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m nanoserve.bench.soak", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--rate", type=float, default=0.0, help="requests a second in all; 0: as fast as they go")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("server_args", nargs="*", help="after --: flags of launch_server", default=["sim"])
     options = parser.parse_args()
     for name, entries in asyncio.run(measure(options)).items():
-        half = entries[len(entries) // 2 :]
+        first, last = entries[len(entries) // 2], entries[-1]
+        growth = slope(entries[len(entries) // 2 :])
+        by_request = growth * (last.at_s - first.at_s) / max(last.num_requests - first.num_requests, 1)
         sys.stdout.write(
-            f"{name:10} {half[0].anonymous_bytes >> 20:5} MiB -> {half[-1].anonymous_bytes >> 20:5} MiB, slope "
-            f"{slope(half) * 3600 / (1 << 20):+.1f} MiB an hour, fds {half[0].descriptors} -> {half[-1].descriptors}\n"
+            f"{name:10} {first.anonymous_bytes >> 20:5} MiB -> {last.anonymous_bytes >> 20:5} MiB, slope "
+            f"{growth * 3600 / (1 << 20):+.1f} MiB an hour, {by_request:+.0f} bytes a request, "
+            f"fds {first.descriptors} -> {last.descriptors}, CPU {last.cpu_s / last.at_s:.1%}\n"
         )
     return 0
 
