@@ -67,7 +67,7 @@ async def outcome_middleware(request: web.Request, handler: Handler) -> web.Stre
             return _options(request, context)
         context.access.check(request.path, request.headers)
         if context.resumes is not None and LAST_EVENT_ID in request.headers and request.path not in OPEN_PATHS:
-            response = await resume(request, context.resumes)
+            response = await resume(request, context, context.resumes)
         else:
             response = await handler(request)
     except RequestError as error:

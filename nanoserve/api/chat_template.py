@@ -1,8 +1,8 @@
 """Renders a model's own chat template in a sandbox, with the semantics transformers gives those templates.
 
 Owner process: api, off the event loop (`encoding` runs it in its thread). Pure. The environment follows transformers'
-`render_jinja_template`: immutable sandbox, trimmed blocks, loop controls, `raise_exception`, `tojson`,
-`strftime_now`, and the `generation` tag (its content is kept, the tag itself is for training).
+`render_jinja_template`: immutable sandbox (here with bounds), trimmed blocks, loop controls, `raise_exception`,
+`tojson`, `strftime_now`, and the `generation` tag (its content is kept, the tag itself is for training).
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from nanoserve.api.template_sandbox import MAX_SIZE, BoundedSandbox
 from nanoserve.errors import RequestError, StartupError
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-_MAX_RENDERED_CHARS = 64 << 20
 _RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "raise_exception", "strftime_now"}
 )
@@ -60,14 +59,13 @@ class ChatTemplate:
     """One compiled template. `special_tokens` are the names templates use, such as `bos_token`."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-        )
+        environment = BoundedSandbox([_GenerationTag, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
+        self._begin = environment.begin
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -93,7 +91,8 @@ class ChatTemplate:
         if continue_final_message:
             messages, final = _mark_final_message(messages)
         try:
-            text = self._template.render(
+            self._begin()
+            text = self._rendered(
                 messages=messages,
                 tools=tools,
                 documents=None,
@@ -107,9 +106,18 @@ class ChatTemplate:
             # the request's fault
             words = f"The chat template could not use these messages ({type(error).__name__})."
             raise RequestError(words, param="messages") from None
-        if len(text) > _MAX_RENDERED_CHARS:
-            raise RequestError("The rendered chat is too long.", param="messages", code="context_length_exceeded")
         return _cut_after_final(text, final) if continue_final_message else text
+
+    def _rendered(self, **arguments: Any) -> str:
+        """The whole text; given up as soon as it is too long for any model."""
+        pieces: list[str] = []
+        size = 0
+        for piece in self._template.generate(**arguments):
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_SIZE:
+                raise RequestError("The rendered chat is too long.", param="messages", code="context_length_exceeded")
+        return "".join(pieces)
 
 
 def _mark_final_message(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:

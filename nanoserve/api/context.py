@@ -20,6 +20,7 @@ from nanoserve.api.fairness import FairClock
 from nanoserve.api.lifecycle import Lifecycle
 from nanoserve.api.metrics import Metrics
 from nanoserve.api.pacing import Pacer
+from nanoserve.api.peers import Peers
 from nanoserve.api.resume import Resumes
 from nanoserve.api.stream import PumpQueue
 from nanoserve.api.validation import Checker
@@ -35,6 +36,7 @@ class ApiContext:
     metrics: Metrics
     pacer: Pacer
     access: Access
+    peers: Peers
     seeds: random.Random
     clock_s: Callable[[], float] = field(default=time.monotonic)
     fair: FairClock | None = None  # with --scheduling-policy fair
@@ -54,6 +56,7 @@ class ApiContext:
         """Ends what would outlive the connections."""
         if self.resumes is not None:
             self.resumes.close()
+        self.peers.close()
         self.lifecycle.close()
 
     def retry_after_s(self) -> float:
@@ -70,8 +73,8 @@ class ApiContext:
         return self.checker
 
 
-def build_context(config: ServerConfig, client: EngineClient, metrics: Metrics) -> ApiContext:
-    """The parts of one api process but for the ring's two ends."""
+def build_context(config: ServerConfig, client: EngineClient, metrics: Metrics, peers: Peers) -> ApiContext:
+    """The parts of one api process but for its channels."""
     seed = config.model.seed
     context = ApiContext(
         config=config,
@@ -85,6 +88,7 @@ def build_context(config: ServerConfig, client: EngineClient, metrics: Metrics) 
         metrics=metrics,
         pacer=Pacer(),
         access=Access(config.api),
+        peers=peers,
         fair=FairClock() if config.scheduler.scheduling_policy == "fair" else None,
         seeds=random.Random(seed) if seed else random.SystemRandom(),
     )

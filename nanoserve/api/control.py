@@ -16,6 +16,7 @@ from nanoserve.api.http import json_response, read_body
 from nanoserve.api.probe import one_token_round
 from nanoserve.api.schemas import AbortBody, BodyDecoder, ChatBody
 from nanoserve.errors import RequestError
+from nanoserve.ipc.messages import ApiTask
 
 _CHAT = BodyDecoder(ChatBody)
 _ABORT = BodyDecoder(AbortBody, unsupported={})
@@ -80,17 +81,21 @@ async def model_info(request: web.Request) -> web.Response:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """Ends requests by the exact id their clients gave, or all of them. Only those of this api process."""
+    """Ends requests by the exact id their clients gave, or all of them, in every api process."""
     context = request.app[CONTEXT]
     body = _ABORT.decode(await read_body(request)).body
     label = body.rid or body.request_id
-    if body.abort_all:
-        ended = context.pacer.abort(None)
-        return json_response({"aborted": sorted(ended), "unknown": []})
-    if not label:
+    if not label and not body.abort_all:
         raise RequestError("Give a `rid`, or `abort_all`.", param="rid")
-    ended = context.pacer.abort({label})
-    return json_response({"aborted": sorted(ended & {label}), "unknown": [] if ended else [label]})
+    labels = None if body.abort_all else [str(label)]
+    ended = context.pacer.abort(None if labels is None else set(labels))
+    others, silent = await context.peers.ask_all(ApiTask.ABORT, labels=labels)
+    ended.update(*(reply.aborted for reply in others))
+    unknown = [name for name in labels or [] if name not in ended]
+    if silent and (unknown or labels is None):
+        words = f"{', '.join(silent)} did not answer; its requests may go on."
+        raise Unavailable(words, retry_after_s=1.0, code="unavailable")
+    return json_response({"aborted": sorted(ended), "unknown": unknown})
 
 
 async def flush_cache(request: web.Request) -> web.Response:

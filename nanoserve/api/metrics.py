@@ -1,23 +1,23 @@
 """What /metrics shows: this api process's own counts, and the last stats of engine and detokenizer.
 
 Owner process: api. Observing costs well under a microsecond (a bisect and two additions), because it happens per token;
-prometheus-client renders the text at scrape time through `collect`. Labels come from fixed sets.
+prometheus-client renders the text at scrape time. Labels come from fixed sets.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from nanoserve.api.engine_client import ClientCounters, LatencySink
-from nanoserve.ipc.messages import DetokStats, EngineStats, Finished, FinishReason, TextBatch
+from nanoserve.ipc.messages import DetokStats, EngineStats, Finished, FinishReason, MetricSamples, TextBatch
 
 PREFIX = "nanoserve_"
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -120,15 +120,36 @@ _CLIENT_COUNTERS = (
     ("requests_aborted", "aborted", "requests ended before their time"),
     ("api_late_rows", "late_rows", "rows for requests that are gone"),
     ("api_repeated_rows", "repeated_rows", "rows that were here already"),
-    ("api_stream_gaps", "gaps", "streams that lost a part"),
+    ("api_stream_gaps", "gaps", "streams that lost a part, which was asked for again"),
     ("requests_resubmitted", "resubmitted", "requests handed to a new engine"),
     ("requests_asked_again", "asked", "requests that were silent for long and asked for again"),
 )
 Table = tuple[tuple[str, str, str], ...]
 
 
-class Metrics(Collector, LatencySink):
-    """The one collector of this process."""
+class _Families(Collector):
+    """A scrape's families, as the renderer wants them."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _labelled(by_process: Mapping[str, Sequence[MetricSamples]]) -> Iterator[Metric]:
+    """The families of all processes, each sample with its process's name. A sum here would jump back at a restart."""
+    families: dict[str, Metric] = {}
+    for process, own in by_process.items():
+        for shown in own:
+            family = families.setdefault(shown.name, Metric(shown.name, shown.words, shown.kind))
+            for name, labels, value in shown.samples:
+                family.add_sample(name, {**labels, "api": process}, value)
+    yield from families.values()
+
+
+class Metrics(LatencySink):
+    """The counts of this process, and the last stats of the ring."""
 
     def __init__(self) -> None:
         self.streams_open = 0
@@ -153,8 +174,6 @@ class Metrics(Collector, LatencySink):
         self._itl = self._latency["inter_token_latency_seconds"].observe
         self._client: ClientCounters | None = None
         self._gauges: dict[str, tuple[str, Callable[[], float]]] = {}
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def watch_client(self, counters: ClientCounters) -> None:
         self._client = counters
@@ -195,10 +214,20 @@ class Metrics(Collector, LatencySink):
 
     # ---- asked by a scrape -------------------------------------------------------------------------------
 
-    def render(self) -> bytes:
-        return generate_latest(self._registry)
+    def render(self, by_process: Mapping[str, Sequence[MetricSamples]] | None = None) -> bytes:
+        """The exposition; with several api processes everybody's own samples by name, told apart by the label `api`."""
+        families = self._own() if by_process is None else _labelled(by_process)
+        return generate_latest(_Families([*self._of_ring(), *families]))
 
-    def collect(self) -> Iterable[Metric]:
+    def own_samples(self) -> list[MetricSamples]:
+        """What this process counts itself, to be rendered by another one."""
+        return [
+            MetricSamples(family.name, family.documentation, family.type, [sample[:3] for sample in family.samples])
+            for family in self._own()
+        ]
+
+    def _of_ring(self) -> Iterator[Metric]:
+        """Of engine and detokenizer: every api process knows the same."""
         yield from self._stats(_ENGINE_GAUGES, _ENGINE_COUNTERS, self.engine_stats, self._engine_counts)
         yield from self._stats(_DETOK_GAUGES, _DETOK_COUNTERS, self.detok_stats, self._detok_counts)
         yield CounterMetricFamily(
@@ -206,6 +235,8 @@ class Metrics(Collector, LatencySink):
             "tokens computed after a stop string, here or on the way to us; neither shown nor billed",
             value=self._engine_counts.total("stop_overrun_rows") + self._detok_counts.total("stop_overrun_tokens"),
         )
+
+    def _own(self) -> Iterator[Metric]:
         if self._client is not None:
             for name, field, words in _CLIENT_COUNTERS:
                 yield CounterMetricFamily(PREFIX + name, words, value=getattr(self._client, field))

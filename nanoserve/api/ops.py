@@ -18,11 +18,12 @@ from nanoserve.api.chat import render_chat
 from nanoserve.api.context import CONTEXT, ApiContext
 from nanoserve.api.http import json_response, read_body
 from nanoserve.api.model import ServedModel
+from nanoserve.api.peer_answers import counts
 from nanoserve.api.pieces import token_pieces
 from nanoserve.api.prompt import refuse_by_length
 from nanoserve.api.schemas import MAX_COMMAS_WITH_IDS, BodyDecoder, DetokenizeBody, TokenizeBody
 from nanoserve.errors import RequestError
-from nanoserve.ipc.messages import ProcessFacts
+from nanoserve.ipc.messages import ApiReply, ApiTask, ProcessFacts
 
 _TOKENIZE = BodyDecoder(TokenizeBody, unsupported={})
 _DETOKENIZE = BodyDecoder(DetokenizeBody, unsupported={}, max_commas=MAX_COMMAS_WITH_IDS)
@@ -78,8 +79,19 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    body = request.app[CONTEXT].metrics.render()
+    """The whole server's figures, whichever api process is asked."""
+    context = request.app[CONTEXT]
+    by_process = None
+    if context.peers.are_many:
+        by_process = {f"api-{reply.answerer}": reply.metrics for reply in await _counts_of_all(context)}
+    body = context.metrics.render(by_process)
     return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def _counts_of_all(context: ApiContext) -> list[ApiReply]:
+    """This process's counts and those of the others that answer, in the order of their index."""
+    others, _ = await context.peers.ask_all(ApiTask.COUNTS)
+    return sorted([counts(context), *others], key=lambda reply: reply.answerer)
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -138,6 +150,7 @@ async def server_info(request: web.Request) -> web.Response:
     status = context.lifecycle.status
     stats = context.metrics.engine_stats
     engine = msgspec.to_builtins(_named(stats))
+    apis = await _counts_of_all(context)
     return json_response(
         {
             "version": __version__,
@@ -150,7 +163,18 @@ async def server_info(request: web.Request) -> web.Response:
             "processes": [_process(process, context) for process in status.processes],
             "engine_stats": engine,
             "detok_stats": _named(context.metrics.detok_stats),
-            "api": {"live_requests": context.client.num_live, "open_streams": context.metrics.streams_open},
+            "api": {
+                "live_requests": sum(reply.live_requests for reply in apis),
+                "open_streams": sum(reply.open_streams for reply in apis),
+            },
+            "apis": [
+                {
+                    "name": f"api-{reply.answerer}",
+                    "live_requests": reply.live_requests,
+                    "open_streams": reply.open_streams,
+                }
+                for reply in apis
+            ],
             "internal_states": [engine],
         }
     )

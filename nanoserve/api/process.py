@@ -11,7 +11,8 @@ import gc
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -24,6 +25,8 @@ from nanoserve.api.engine_client import EngineClient
 from nanoserve.api.metrics import Metrics
 from nanoserve.api.model import ServedModel, load_served_model
 from nanoserve.api.pacing import TICK_S
+from nanoserve.api.peer_answers import answer
+from nanoserve.api.peers import Peers
 from nanoserve.api.probe import one_token_round
 from nanoserve.api.validation import Checker
 from nanoserve.config import ServerConfig
@@ -32,7 +35,7 @@ from nanoserve.ipc.channels import AsyncInbox, Outbox
 from nanoserve.ipc.endpoints import Endpoints
 from nanoserve.ipc.ids import RequestIdAllocator
 from nanoserve.ipc.link import EXIT_STREAMS_CUT, ProcessLink
-from nanoserve.ipc.messages import ApiInbox, Failure, ServerStatus, TextBatch
+from nanoserve.ipc.messages import ApiCall, ApiInbox, ApiReply, Failure, ServerStatus, TextBatch
 from nanoserve.obs.memory import count, read_ledger
 from nanoserve.obs.proc import LoopLag
 
@@ -54,13 +57,16 @@ async def _main(config: ServerConfig, endpoints: Endpoints, link: ProcessLink, l
     ring = zmq.Context()
     inbox: AsyncInbox[ApiInbox] = AsyncInbox(ring, endpoints.api(link.index), ApiInbox)
     outbox = Outbox(ring, endpoints.engine())
-    process = ApiProcess(config, link, inbox, outbox)
+    others = [index for index in range(config.api.api_workers) if index != link.index]
+    to_peers = {index: Outbox(ring, endpoints.api(index), linger_ms=0) for index in others}
+    process = ApiProcess(config, link, inbox, outbox, to_peers)
     count("stream buffers", process.context.client.stream_bytes)
     process.context.memory = lambda name: read_ledger(endpoints.memory_file(name))
     try:
         all_finished = await process.serve(listen_socket)
     finally:
-        outbox.close()
+        for channel in (outbox, *to_peers.values()):
+            channel.close()
         inbox.close()
         ring.destroy(linger=1000)
     return 0 if all_finished else EXIT_STREAMS_CUT
@@ -69,14 +75,22 @@ async def _main(config: ServerConfig, endpoints: Endpoints, link: ProcessLink, l
 class ApiProcess:
     """Wiring and the few tasks of this process."""
 
-    def __init__(self, config: ServerConfig, link: ProcessLink, inbox: AsyncInbox[ApiInbox], outbox: Outbox) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        link: ProcessLink,
+        inbox: AsyncInbox[ApiInbox],
+        outbox: Outbox,
+        to_peers: Mapping[int, Outbox],
+    ) -> None:
         self._config = config
         self._link = link
         self._inbox = inbox
         metrics = Metrics()
         ids = RequestIdAllocator(link.index, link.incarnation)
         client = EngineClient(ids, outbox.send, time.monotonic_ns, metrics)
-        self.context = build_context(config, client, metrics)
+        peers = Peers(link.index, {index: peer.send for index, peer in to_peers.items()}, time.monotonic_ns)
+        self.context = build_context(config, client, metrics, peers)
         self._stop = asyncio.Event()
         self._loading: asyncio.Task[None] | None = None
         self._can_load: asyncio.Future[ServerStatus] = asyncio.get_running_loop().create_future()
@@ -140,12 +154,17 @@ class ApiProcess:
         return all_finished
 
     async def _receive(self) -> None:
-        client, metrics = self.context.client, self.context.metrics
+        client, metrics, peers = self.context.client, self.context.metrics, self.context.peers
+        answer_call = partial(answer, self.context)
         while True:
             for message in await self._inbox.receive():
                 if isinstance(message, TextBatch):
                     client.deliver(message)
                     metrics.note_batch(message)
+                elif isinstance(message, ApiCall):
+                    peers.take_call(message, answer_call)
+                elif isinstance(message, ApiReply):
+                    peers.take_reply(message)
                 else:
                     self._on_status(message)
 
@@ -168,6 +187,7 @@ class ApiProcess:
     def _on_status(self, status: ServerStatus) -> None:
         context = self.context
         context.lifecycle.status = status
+        context.peers.note_processes(status.processes)
         if status.failed:
             context.client.fail_all(Failure(503, "The server failed.", None, "unavailable_error", "failed"))
         for process in status.processes:

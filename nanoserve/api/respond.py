@@ -20,7 +20,8 @@ from nanoserve.api.context import ApiContext
 from nanoserve.api.engine_client import ABORTED_WORD, NewRequest
 from nanoserve.api.errors import Unavailable, from_failure
 from nanoserve.api.event_writer import EventWriter
-from nanoserve.api.http import new_id, request_label
+from nanoserve.api.http import request_label
+from nanoserve.api.remote_resume import follow_elsewhere, home_of, new_stream_id
 from nanoserve.api.results import Choice, ResponseFormat
 from nanoserve.api.resume import LAST_EVENT_ID, EventLog, Resumes
 from nanoserve.api.stream import Outlet, Piece, RequestStream
@@ -72,13 +73,17 @@ async def _respond_resumable(
         async with _exchange(request, context, job, form) as exchange:
             await exchange.stream(log)
 
-    stream = await resumes.start(new_id("stream"), produce, owner=given_key(request.headers))
+    stream = await resumes.start(new_stream_id(context.peers), produce, owner=given_key(request.headers))
     return await stream.follow(request, 0, {**_SSE_HEADERS, **job.headers})
 
 
-async def resume(request: web.Request, resumes: Resumes) -> web.StreamResponse:
-    """Goes on with a dropped stream after the client's `Last-Event-ID`."""
-    stream, number = resumes.find(request.headers[LAST_EVENT_ID], given_key(request.headers))
+async def resume(request: web.Request, context: ApiContext, resumes: Resumes) -> web.StreamResponse:
+    """Goes on with a dropped stream after the client's `Last-Event-ID`, here or at the process that makes it."""
+    event_id, owner = request.headers[LAST_EVENT_ID], given_key(request.headers)
+    home = home_of(event_id)
+    if home is not None and home in context.peers.living:
+        return await follow_elsewhere(request, context.peers, home, event_id, owner, _SSE_HEADERS)
+    stream, number = resumes.find(event_id, owner)
     return await stream.follow(request, number, _SSE_HEADERS)
 
 

@@ -8,6 +8,7 @@ connections only follow that log. When nobody has followed for the grace time, t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,7 @@ from aiohttp import web
 from nanoserve.api.errors import http_error
 
 LAST_EVENT_ID = "Last-Event-ID"
+_MAX_TAKEN_BYTES = 256 << 10
 
 
 class EventLog:
@@ -110,6 +112,27 @@ class ResumableStream:
 
     def give_up(self) -> None:
         self._task.cancel()
+
+    async def take(self, after: int, patience_s: float) -> tuple[list[bytes], bool]:
+        """For a follower at another api process: events after `after`, as many as a message may carry, and whether
+        they are the last. Waits for the first one, but not longer than `patience_s`.
+        """
+        self._num_followers += 1
+        try:
+            if patience_s and not self.log.since(after) and not self.log.is_over:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(patience_s):
+                        await self.log.wait()
+            events, num_bytes = [], 0
+            for event in self.log.since(after):
+                events.append(event)
+                num_bytes += len(event)
+                if num_bytes >= _MAX_TAKEN_BYTES:
+                    break
+            return events, self.log.is_over and after + len(events) + 1 == self.log.next_number
+        finally:
+            self._num_followers -= 1
+            self._left_s = self._clock_s()
 
     async def follow(self, request: web.Request, after: int, headers: dict[str, str]) -> web.StreamResponse:
         """Writes the events after `after`, then those that come, until the end or until this client goes."""

@@ -357,6 +357,50 @@ class ServerStatus(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False
     failed: str = ""  # non-empty: the server is about to end, open streams get this as an error
 
 
+# ---- api -> api ------------------------------------------------------------------------------------------
+# Several api processes share one port, so that any of them gets a question about all of them.
+
+
+class ApiTask(IntEnum):
+    COUNTS = 0  # what this process counts, for /metrics and /server_info
+    ABORT = 1  # end the requests with these labels
+    EVENTS = 2  # what came after an event of a resumable stream
+
+
+class ApiCall(msgspec.Struct, frozen=True, array_like=True, tag=13, gc=False):
+    """One api process asks another, which answers with one ApiReply of the same number."""
+
+    asker: int
+    number: int
+    task: ApiTask
+    sent_ns: int
+    labels: list[str] | None = None  # ABORT: None means all
+    event_id: str = ""  # EVENTS
+    owner: str = ""  # EVENTS: the API key of whoever asks
+    patience_s: float = 0.0  # EVENTS: how long the answer may wait for news
+
+
+class MetricSamples(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One metric family of the exposition format."""
+
+    name: str
+    words: str
+    kind: str  # "counter", "gauge", "histogram"
+    samples: list[tuple[str, dict[str, str], float]]  # name with suffix, labels, value
+
+
+class ApiReply(msgspec.Struct, frozen=True, array_like=True, tag=14, gc=False):
+    answerer: int
+    number: int
+    live_requests: int = 0
+    open_streams: int = 0
+    metrics: list[MetricSamples] = []
+    aborted: list[str] = []
+    events: list[bytes] = []
+    is_over: bool = False  # EVENTS: no more will come
+    failure: Failure | None = None
+
+
 # ---- supervisor -> engine --------------------------------------------------------------------------------
 
 
@@ -401,5 +445,5 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=10, gc=False):
 
 EngineInbox = AddRequest | AbortRequest | Release | Resync | ApiGone | FlushCache
 DetokInbox = TokenBatch
-ApiInbox = TextBatch | ServerStatus
+ApiInbox = TextBatch | ServerStatus | ApiCall | ApiReply
 SupervisorInbox = Ready | StartFailed | Heartbeat

@@ -7,7 +7,7 @@ import io
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from nanoserve.config import ServerConfig
 from nanoserve.ipc.channels import AsyncInbox, Outbox
 from nanoserve.ipc.columns import pack_ids, unpack_ids
 from nanoserve.ipc.endpoints import Endpoints, create_run_dir, remove_run_dir
+from nanoserve.ipc.ids import api_index
 from nanoserve.ipc.messages import (
     AbortRequest,
     Accepted,
@@ -33,6 +34,7 @@ from nanoserve.ipc.messages import (
     Finished,
     FinishReason,
     FlushCache,
+    ProcessFacts,
     Release,
     Resync,
     RowTokenTexts,
@@ -83,8 +85,8 @@ def _byte_of(char: str) -> int:
 
 
 class ApiLink(FakeLink):
-    def __init__(self) -> None:
-        super().__init__("api-0")
+    def __init__(self, index: int = 0) -> None:
+        super().__init__(f"api-{index}", index)
         self.ready_calls: list[bool] = []
 
     def ready(self, engine: EngineFacts | None = None, *, ring_turned: bool = False) -> None:
@@ -95,13 +97,14 @@ class ApiLink(FakeLink):
 class FakeRing:
     """Engine and detokenizer in one: takes what the api sends, answers as the test says.
 
-    `script` is called with every AddRequest but the first, which is the warm-up. Texts are made of one ASCII
-    character per token, so character and token positions are equal.
+    `script` is called with every AddRequest but the first of each api, which is the warm-up. Texts are made of one
+    ASCII character per token, so character and token positions are equal.
     """
 
-    def __init__(self, endpoints: Endpoints, context: zmq.Context) -> None:
+    def __init__(self, endpoints: Endpoints, context: zmq.Context, num_apis: int = 1) -> None:
         self._inbox: AsyncInbox[EngineInbox] = AsyncInbox(context, endpoints.engine(), EngineInbox)
-        self._outbox = Outbox(context, endpoints.api(0))
+        self._outboxes = [Outbox(context, endpoints.api(index)) for index in range(num_apis)]
+        self._warm: set[int] = set()  # apis whose first request has come
         self.engine_incarnation = 1
         self.script: Callable[[AddRequest], None] = self.finish_at_once
         self.retell: Callable[[int], None] = lambda request_id: None  # the answer to a Resync
@@ -126,8 +129,10 @@ class FakeRing:
             self.added.append(message)
             self.sent.setdefault(message.request_id, 0)
             if self.auto_accept:
-                self.send(accepted=[Accepted(message.request_id)])
-            if len(self.added) == 1 and self.answers_first:
+                self.send(to=api_index(message.request_id), accepted=[Accepted(message.request_id)])
+            is_first = api_index(message.request_id) not in self._warm
+            self._warm.add(api_index(message.request_id))
+            if is_first and self.answers_first:
                 self.token(message.request_id, "w")
                 self.finish(message.request_id)
             else:
@@ -151,26 +156,24 @@ class FakeRing:
         await self.until(lambda: len(self.added) > 1)
         return self.added[-1]
 
-    def send(self, **columns: Any) -> None:
-        self._outbox.send(
-            TextBatch(
-                detok_index=0,
-                incarnation=1,
-                engine_index=0,
-                engine_incarnation=self.engine_incarnation,
-                step=0,
-                **columns,
-            )
+    def send(self, *, to: int | None = None, **columns: Any) -> None:
+        """To the api `to`, or to all of them."""
+        batch = TextBatch(
+            detok_index=0, incarnation=1, engine_index=0, engine_incarnation=self.engine_incarnation, step=0, **columns
         )
+        for outbox in self._outboxes if to is None else self._outboxes[to : to + 1]:
+            outbox.send(batch)
 
     def status(self, **fields: Any) -> None:
-        self._outbox.send(ServerStatus(**fields))
+        for outbox in self._outboxes:
+            outbox.send(ServerStatus(**fields))
 
     def token(self, request_id: int, text: str, *, at: int | None = None, logprobs: Any = None) -> None:
         """One token per character of `text`, from position `at` (default: where the request stands)."""
         first = self.sent[request_id] if at is None else at
         self.sent[request_id] = max(self.sent[request_id], first + len(text))
         self.send(
+            to=api_index(request_id),
             request_ids=[request_id],
             deltas=[text],
             char_offset=[first],
@@ -183,11 +186,12 @@ class FakeRing:
     def finish(self, request_id: int, reason: FinishReason = FinishReason.LENGTH, **fields: Any) -> None:
         stop_string = fields.pop("stop_string", None)
         record = Finished(request_id=request_id, reason=reason, num_output_tokens=self.sent[request_id], **fields)
-        self.send(finished=[TextFinished(record, stop_string)])
+        self.send(to=api_index(request_id), finished=[TextFinished(record, stop_string)])
 
     def refuse(self, request_id: int, status: int, message: str, **fields: Any) -> None:
         failure = Failure(status=status, message=message, **fields)
-        self.send(finished=[TextFinished(Finished(request_id=request_id, reason=FinishReason.ERROR, failure=failure))])
+        record = Finished(request_id=request_id, reason=FinishReason.ERROR, failure=failure)
+        self.send(to=api_index(request_id), finished=[TextFinished(record)])
 
     def finish_at_once(self, add: AddRequest) -> None:
         """`max_tokens` times the letter a."""
@@ -199,7 +203,8 @@ class FakeRing:
 
     def close(self) -> None:
         self._inbox.close()
-        self._outbox.close()
+        for outbox in self._outboxes:
+            outbox.close()
 
 
 def token_text(char: str, logprob: float | None, offset: int, top: Any = ()) -> TokenText:
@@ -217,7 +222,9 @@ def prompt_of(add: AddRequest) -> list[int]:
 class Api:
     """A running api process with its peer and a client."""
 
-    def __init__(self, ring: FakeRing, process: ApiProcess, link: ApiLink, http: aiohttp.ClientSession, url: str):
+    def __init__(
+        self, ring: FakeRing, process: ApiProcess, link: ApiLink, http: aiohttp.ClientSession, url: str
+    ) -> None:
         self.ring = ring
         self.process = process
         self.link = link
@@ -243,10 +250,10 @@ class Api:
             assert response.status == 200, await response.text()
             return parse_events(await response.read())
 
-    def load(self, model_dir: Path) -> None:
+    def load(self, model_dir: Path, **status: Any) -> None:
         """What the supervisor tells when the engine is ready."""
         facts = EngineFacts(max_model_len=CONTEXT, vocab_size=VOCAB, num_blocks=100, block_size=16)
-        self.ring.status(stage="ready", model_dir=str(model_dir), engine=facts)
+        self.ring.status(stage="ready", model_dir=str(model_dir), engine=facts, **status)
 
     async def until_ready(self) -> None:
         for _ in range(500):
@@ -267,48 +274,86 @@ def parse_events(data: bytes) -> list[Any]:
 @asynccontextmanager
 async def running_api(config: ServerConfig | None = None, *, link: ApiLink | None = None) -> AsyncIterator[Api]:
     """An api process that serves but has not been told of a model yet."""
-    config = config or ServerConfig()
-    endpoints = create_run_dir()
-    context = zmq.Context()
-    link = link or ApiLink()
-    inbox: AsyncInbox[ApiInbox] = AsyncInbox(context, endpoints.api(0), ApiInbox)
+    async with _running(config or ServerConfig(), [link or ApiLink()]) as apis:
+        yield apis[0]
+
+
+@asynccontextmanager
+async def _running(config: ServerConfig, links: list[ApiLink]) -> AsyncIterator[list[Api]]:
+    """One api process per link; each has a port of its own, so that a test can choose whom it asks."""
+    async with AsyncExitStack() as last:
+        endpoints = create_run_dir()
+        last.callback(remove_run_dir, endpoints)
+        context = zmq.Context()
+        last.callback(context.destroy, linger=0)
+        ring = FakeRing(endpoints, context, len(links))
+        last.callback(ring.close)
+        tasks = [asyncio.create_task(ring.run())]
+        last.push_async_callback(_cancel, tasks)
+        http = await last.enter_async_context(aiohttp.ClientSession())
+        apis = [_start_api(config, link, links, endpoints, context, last, ring, http) for link in links]
+        tasks += [api.serving for api in apis if api.serving is not None]
+        yield apis
+        await http.close()
+        for link in links:
+            if not link.stop_requested:
+                link.stop()
+        await asyncio.wait_for(asyncio.gather(*tasks[1:]), 10)
+
+
+def _start_api(
+    config: ServerConfig,
+    link: ApiLink,
+    links: list[ApiLink],
+    endpoints: Endpoints,
+    context: zmq.Context,
+    last: AsyncExitStack,
+    ring: FakeRing,
+    http: aiohttp.ClientSession,
+) -> Api:
+    inbox: AsyncInbox[ApiInbox] = AsyncInbox(context, endpoints.api(link.index), ApiInbox)
     outbox = Outbox(context, endpoints.engine())
-    ring = FakeRing(endpoints, context)
+    to_peers = {peer.index: Outbox(context, endpoints.api(peer.index)) for peer in links if peer is not link}
+    for part in (link, inbox, outbox, *to_peers.values()):
+        last.callback(part.close)
     listen = socket.socket()
     listen.bind(("127.0.0.1", 0))
     listen.listen(128)
-    url = f"http://127.0.0.1:{listen.getsockname()[1]}"
-    process = ApiProcess(config, link, inbox, outbox)
-    tasks = [asyncio.create_task(ring.run()), asyncio.create_task(process.serve(listen))]
-    try:
-        async with aiohttp.ClientSession() as http:
-            api = Api(ring, process, link, http, url)
-            api.serving = tasks[1]
-            yield api
-        if not link.stop_requested:
-            link.stop()
-        await asyncio.wait_for(tasks[1], 10)
-    finally:
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task
-        ring.close()
-        outbox.close()
-        inbox.close()
-        context.destroy(linger=0)
-        link.close()
-        remove_run_dir(endpoints)
+    process = ApiProcess(config, link, inbox, outbox, to_peers)
+    api = Api(ring, process, link, http, f"http://127.0.0.1:{listen.getsockname()[1]}")
+    api.serving = asyncio.create_task(process.serve(listen))
+    return api
+
+
+async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+@asynccontextmanager
+async def loaded_apis(directory: Path, num_apis: int, config: ServerConfig | None = None) -> AsyncIterator[list[Api]]:
+    """Several api processes of one server, all ready, which know of each other."""
+    write_model(directory)
+    async with _running(_named(config or ServerConfig()), [ApiLink(index) for index in range(num_apis)]) as apis:
+        processes = [ProcessFacts(api.link.name, 1000 + api.link.index, 1, "ready") for api in apis]
+        apis[0].load(directory, processes=processes)
+        for api in apis:
+            await api.until_ready()
+        yield apis
 
 
 @asynccontextmanager
 async def loaded_api(directory: Path, config: ServerConfig | None = None, **model: Any) -> AsyncIterator[Api]:
     """An api process that is ready."""
     write_model(directory, **model)
-    config = config or ServerConfig()
-    config = replace(config, model=replace(config.model, served_model_name=("tiny", "alias")))
-    async with running_api(config) as api:
+    async with running_api(_named(config or ServerConfig())) as api:
         api.load(directory)
         await api.until_ready()
         yield api
+
+
+def _named(config: ServerConfig) -> ServerConfig:
+    return replace(config, model=replace(config.model, served_model_name=("tiny", "alias")))

@@ -121,3 +121,44 @@ def test_arguments_cannot_replace_what_the_server_sets(name: str) -> None:
 def test_sandbox_turns_trouble_into_a_400(source: str) -> None:
     with pytest.raises(RequestError):
         ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
+
+
+LOOPS = (
+    "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
+)
+GROWS = "{% set n = namespace(s='x') %}{% for i in range(90) %}{% set n.s = n.s OP n.s %}{% endfor %}"
+
+
+@pytest.mark.rule(18)
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (LOOPS, "too many steps"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+            "too many steps",
+        ),
+        ("{% for m in messages | selectattr('role') recursive %}{{ loop(messages) }}{% endfor %}", "RecursionError"),
+        (GROWS.replace("OP", "+"), "grows too long"),
+        (GROWS.replace("OP", "~"), "grows too long"),
+        ("{{ messages[0].content * 10**9 }}", "grows too long"),
+        ("{{ 'x' * 10**9 }}", "grows too long"),
+        ("{{ 9 ** 99999 }}", "grows too large"),
+        ("{% for i in range(9999) %}{{ 'x' * 99999 }}{% endfor %}", "too long"),
+    ],
+)
+def test_a_template_that_would_never_end_is_a_400(source: str, words: str) -> None:
+    template = ChatTemplate(source, {})
+    for _ in range(2):  # the first time takes nothing from the second
+        with pytest.raises(RequestError, match=words):
+            template.render([{"role": "user", "content": "abc"}])
+
+
+def test_bounds_change_no_meaning() -> None:
+    source = (
+        "{% for m in messages | selectattr('role') %}{{ loop.index ~ '/' ~ loop.length }}"
+        "{{ loop.last }}{{ m.content * 2 }} {% endfor %}"
+        "{% for x in nothing %}{% else %}{{ 2 ** 10 + 1 }}{% endfor %}{{ ([1] + [2]) | length }}{{ nothing ~ none }}"
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert ChatTemplate(source, {}).render(messages) == "1/2Falseaa 2/2Truebb 10252None"

@@ -1,0 +1,132 @@
+"""Several api processes of one server: whichever is asked answers for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoserve.config import ApiConfig, ServerConfig
+from nanoserve.ipc.messages import ProcessFacts
+from tests.integration.api_ring import Api, loaded_apis
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture
+async def apis(tmp_path: Path) -> AsyncIterator[list[Api]]:
+    async with loaded_apis(tmp_path, 3, ServerConfig(api=ApiConfig(resume_grace=5.0))) as running:
+        yield running
+
+
+async def test_metrics_and_server_info_cover_every_process(apis: list[Api]) -> None:
+    for number, api in enumerate(apis):
+        for _ in range(number + 1):
+            assert (await api.post(COMPLETIONS, {"prompt": "x", "max_tokens": 2}))[0] == 200
+    apis[0].ring.stats(num_running=3)
+    for api in apis:
+        while "nanoserve_num_requests_running 3.0" not in (text := (await api.get("/metrics"))[1]):
+            await asyncio.sleep(0.01)
+        for number in range(3):  # one more was the warm-up
+            assert f'nanoserve_requests_total{{api="api-{number}"}} {number + 2}.0' in text
+            assert f'nanoserve_time_to_first_token_seconds_count{{api="api-{number}"}} {number + 2}.0' in text
+        assert text.count("# TYPE nanoserve_requests_total ") == 1
+        info = (await api.get("/server_info"))[1]
+        assert [entry["name"] for entry in info["apis"]] == ["api-0", "api-1", "api-2"]
+
+
+async def test_a_request_is_aborted_wherever_it_lives(apis: list[Api]) -> None:
+    ring = apis[0].ring
+    ring.script = lambda add: ring.token(add.request_id, "ab")
+    body = {"prompt": "x", "timeout_s": 60}
+    waiting = [asyncio.create_task(api.post(COMPLETIONS, {**body, "rid": f"job-{api.link.index}"})) for api in apis]
+    await ring.until(lambda: len(ring.added) == 6)
+    assert (await apis[0].post("/abort_request", {"rid": "job-2"}))[1] == {"aborted": ["job-2"], "unknown": []}
+    assert (await waiting[2])[1]["choices"][0]["finish_reason"] == "abort"
+    assert (await apis[1].post("/abort_request", {"rid": "other"}))[1] == {"aborted": [], "unknown": ["other"]}
+    assert not waiting[0].done() and not waiting[1].done()
+    ended = (await apis[2].post("/abort_request", {"abort_all": True}))[1]["aborted"]
+    assert {"job-0", "job-1"} <= set(ended)
+    assert [(await task)[0] for task in waiting[:2]] == [200, 200]
+
+
+async def test_a_process_that_does_not_answer_is_named(apis: list[Api], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apis[1].process.context.peers, "take_call", lambda call, answer: None)
+    status, body = await apis[0].post("/abort_request", {"rid": "job"})
+    assert status == 503 and "api-1" in body["error"]["message"]
+    assert 'requests_total{api="api-2"}' in (text := (await apis[0].get("/metrics"))[1])
+    assert 'requests_total{api="api-1"}' not in text
+    # one that is known to be dead is not waited for
+    processes = [ProcessFacts(f"api-{i}", 1, 1, "dead" if i == 1 else "ready") for i in range(3)]
+    apis[0].ring.status(stage="ready", processes=processes)
+    while apis[0].process.context.peers.living != {2}:
+        await asyncio.sleep(0.01)
+    assert (await apis[0].post("/abort_request", {"rid": "job"}))[1] == {"aborted": [], "unknown": ["job"]}
+
+
+async def read_event(response: Any) -> tuple[str, Any]:
+    block = (await response.content.readuntil(b"\n\n")).decode()
+    head, _, data = block.strip().partition("\n")
+    payload = data.removeprefix("data: ")
+    return head.removeprefix("id: "), payload if payload == "[DONE]" else json.loads(payload)
+
+
+async def test_a_dropped_stream_goes_on_at_another_process(apis: list[Api]) -> None:
+    ring = apis[0].ring
+    ring.script = lambda add: ring.token(add.request_id, "abc")
+    body = {"prompt": "x", "max_tokens": 50, "stream": True}
+    response = await apis[1].http.post(apis[1].url + COMPLETIONS, json=body)
+    last_id, event = await read_event(response)
+    seen = event["choices"][0]["text"]
+    response.close()
+    request_id = ring.added[-1].request_id
+    response = await apis[2].http.post(apis[2].url + COMPLETIONS, json=body, headers={"Last-Event-ID": last_id})
+    assert response.status == 200
+    numbers = [int(last_id.rpartition(":")[2])]
+    for text in ("d", "ef", ""):  # each waits at the other process until it is there
+        if text:
+            ring.token(request_id, text)
+        else:
+            ring.finish(request_id)
+        event_id, event = await read_event(response)
+        seen += event["choices"][0]["text"]
+        numbers.append(int(event_id.rpartition(":")[2]))
+    event_id, event = await read_event(response)
+    assert (seen, event) == ("abcdef", "[DONE]")
+    assert numbers == list(range(numbers[0], numbers[0] + 4)) and await response.content.read() == b""
+    assert not ring.aborted
+    for event_id, status in ((f"{last_id.rpartition(':')[0]}:999", 410), ("stream-1-x:1", 404), ("stream-7-x:1", 404)):
+        got, answer = await apis[0].post(COMPLETIONS, body, Last_Event_ID=event_id)
+        assert (got, answer["error"]["code"]) == (status, status)
+
+
+async def test_a_key_cannot_read_the_stream_of_another_one_elsewhere(tmp_path: Path) -> None:
+    config = ServerConfig(api=ApiConfig(resume_grace=5.0, api_key=("one", "two")))
+    async with loaded_apis(tmp_path, 2, config) as apis:
+        body = {"prompt": "x", "max_tokens": 3, "stream": True}
+        url, headers = apis[1].url + COMPLETIONS, {"X-Api-Key": "one"}
+        last_id, _ = await read_event(await apis[1].http.post(url, json=body, headers=headers))
+        for key, status in (("two", 404), ("one", 200)):
+            headers = {"X-Api-Key": key, "Last-Event-ID": last_id}
+            async with apis[0].http.post(apis[0].url + COMPLETIONS, json=body, headers=headers) as response:
+                assert response.status == status
+
+
+async def test_nobody_comes_back_at_another_process_so_the_request_ends(tmp_path: Path) -> None:
+    async with loaded_apis(tmp_path, 2, ServerConfig(api=ApiConfig(resume_grace=0.6))) as apis:
+        ring = apis[0].ring
+        ring.script = lambda add: ring.token(add.request_id, "abc")
+        body = {"prompt": "x", "max_tokens": 50, "stream": True}
+        response = await apis[1].http.post(apis[1].url + COMPLETIONS, json=body)
+        last_id, _ = await read_event(response)
+        response.close()
+        response = await apis[0].http.get(apis[0].url + "/any", headers={"Last-Event-ID": last_id})
+        await asyncio.sleep(1.2)
+        assert not ring.aborted  # a follower elsewhere is a follower
+        response.close()
+        ring.token(ring.added[-1].request_id, "d")  # the next piece finds nobody
+        await ring.until(lambda: ring.aborted)
