@@ -35,7 +35,7 @@ class SourceType(IntEnum):
 class Config(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab")),
-        *((name, c_int32) for name in ("gelu", "post_norms", "threads", "page_factor")),
+        *((name, c_int32) for name in ("gelu", "post_norms", "threads", "page_factor", "kv_format")),
         *((name, c_float) for name in ("norm_eps", "embed_scale", "attention_scale")),
     ]
 
@@ -69,6 +69,7 @@ class Batch(Structure):
 _SIGNATURES = {
     "ns_model_new": (c_void_p, [POINTER(Config), c_void_p, POINTER(Linear), c_void_p]),
     "ns_model_set_layer": (None, [c_void_p, c_int32, POINTER(Layer)]),
+    "ns_kv_page_bytes": (c_int64, [POINTER(Config)]),
     "ns_model_set_kv": (None, [c_void_p, c_void_p, c_int64]),
     "ns_model_step": (c_int32, [c_void_p, POINTER(Batch), c_void_p, c_void_p]),
     "ns_model_slow_thread": (None, [c_void_p, c_int32, c_int32]),

@@ -1,144 +1,172 @@
 #include "attention.h"
 
-#include <algorithm>
 #include <cmath>
+
+#include "attention_kernels.h"
 
 namespace ns {
 namespace {
 
+static_assert(kScoreStride == kSegmentTokens);
+
 constexpr float kNone = -1.0e30f;  // the maximum of no scores
 
-struct Pages {
-    const bf16* page[4];
-    const bf16* ahead[4];
+// Query rows that go through a segment together: all rows of a tile in pieces of nearly equal size.
+struct Block {
+    int row, rows;
 };
 
-// ROWS query rows against N pages: scores [ROWS, N*16]. One line of the page that comes later is fetched per line used.
-template <int ROWS, int N>
-inline __attribute__((always_inline)) void scores_kernel(const bf16* q, int head_dim, const Pages& pages, float* out) {
-    __m512 acc[ROWS][N];
-#pragma GCC unroll 12
-    for (int i = 0; i < ROWS; ++i)
-#pragma GCC unroll 4
-        for (int j = 0; j < N; ++j) acc[i][j] = _mm512_setzero_ps();
-    for (int d = 0; d < head_dim; d += 2) {
-        __m512bh keys[N];
-#pragma GCC unroll 4
-        for (int j = 0; j < N; ++j) {
-            keys[j] = load_pairs(pages.page[j] + d * kPageTokens);
-            prefetch(pages.ahead[j] + d * kPageTokens);
-        }
-#pragma GCC unroll 12
-        for (int i = 0; i < ROWS; ++i) {
-            const __m512bh pair = broadcast_pair(q + i * head_dim + d);
-#pragma GCC unroll 4
-            for (int j = 0; j < N; ++j) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], keys[j], pair);
-        }
+template <class Body>
+void each_block(int rows, Body body) {
+    for (int row = 0, parts = (rows + kBlockRows - 1) / kBlockRows; parts > 0; --parts) {
+        const Block block{row, (rows - row + parts - 1) / parts};
+        body(block);
+        row += block.rows;
     }
-#pragma GCC unroll 12
-    for (int i = 0; i < ROWS; ++i)
-#pragma GCC unroll 4
-        for (int j = 0; j < N; ++j) _mm512_storeu_ps(out + i * kSegmentTokens + j * kPageTokens, acc[i][j]);
 }
 
-template <int ROWS>
-void scores_of(const bf16* q, int head_dim, const Pages& pages, float* out) {
-    constexpr int N = ROWS > 6 ? 2 : 4;
-    scores_kernel<ROWS, N>(q, head_dim, pages, out);
-}
-
-// ROWS rows of probabilities times V, for COLS*16 columns of d. Pages in order, token pairs in order.
-template <int ROWS, int COLS>
-inline __attribute__((always_inline)) void values_kernel(const bf16* probs, const bf16* const* pages,
-                                                         const bf16* const* ahead, int num_pages, int head_dim,
-                                                         int column, float* out) {
-    __m512 acc[ROWS][COLS];
-#pragma GCC unroll 6
-    for (int i = 0; i < ROWS; ++i)
-#pragma GCC unroll 4
-        for (int c = 0; c < COLS; ++c) acc[i][c] = _mm512_setzero_ps();
-    for (int page = 0; page < num_pages; ++page) {
-        const size_t offset = (static_cast<size_t>(kPageTokens) * head_dim) + column * 2;  // V lies behind K
-        const bf16* v = pages[page] + offset;
-        const bf16* later = ahead[page] + offset;
-        for (int t = 0; t < kPageTokens; t += 2, v += 2 * head_dim, later += 2 * head_dim) {
-            __m512bh value[COLS];
-#pragma GCC unroll 4
-            for (int c = 0; c < COLS; ++c) {
-                value[c] = load_pairs(v + c * 32);
-                prefetch(later + c * 32);
-            }
-#pragma GCC unroll 6
-            for (int i = 0; i < ROWS; ++i) {
-                const __m512bh pair = broadcast_pair(probs + i * kSegmentTokens + page * kPageTokens + t);
-#pragma GCC unroll 4
-                for (int c = 0; c < COLS; ++c) acc[i][c] = _mm512_dpbf16_ps(acc[i][c], value[c], pair);
-            }
+// The pages of one segment for one kv head. bf16 is read where it lies; int8 is unpacked once, when it is needed.
+class SegmentPages {
+ public:
+    SegmentPages(const AttentionShape& shape, const uint8_t* layer, const Tile& tile, int kv_head, int segment,
+                 const Ahead& ahead, AttentionScratch& scratch)
+        : shape_(shape), packed_(shape.kv_format == kKvInt8) {
+        const int first = segment * kSegmentPages;
+        const int last = (tile.first_position + tile.num_tokens - 1) / kPageTokens;
+        const int ahead_end = ahead.tile ? (ahead.tile->first_position + ahead.tile->num_tokens - 1) / kPageTokens : -1;
+        const size_t values = shape.page_values() * (packed_ ? 1 : sizeof(bf16));
+        const bool few = tile.num_tokens * shape.group() <= kBlockRows;  // keys are read once, and then room is reused
+        for (int i = 0; i < kCount; ++i) {  // the last page again as padding: its scores are not used
+            const int page = std::min(first + std::min(i, kSegmentPages - 1), last);
+            const int next = ahead.segment * kSegmentPages + i;
+            head_[i] = layer + tile.pages[page] * shape.page() + kv_head * shape.head_page();
+            later_[i] = next > ahead_end ? head_[i]
+                                         : layer + ahead.tile->pages[next] * shape.page() +
+                                               ahead.kv_head * shape.head_page();
+            keys[i] = reinterpret_cast<const bf16*>(head_[i]);
+            this->values[i] = reinterpret_cast<const bf16*>(head_[i] + values);
+            later_keys[i] = reinterpret_cast<const bf16*>(later_[i]);
+            later_values[i] = reinterpret_cast<const bf16*>(later_[i] + values);
+            if (!packed_) continue;
+            const int kept = std::min(i, kSegmentPages - 1);
+            keys[i] = scratch.keys + (few ? i % 4 : kept) * shape.page_values();
+            this->values[i] = scratch.values + kept * shape.page_values();
+            key_scales[i] = ns::key_scales(shape, head_[i]);
+            value_scales[i] = ns::value_scales(shape, head_[i]);
         }
     }
-#pragma GCC unroll 6
-    for (int i = 0; i < ROWS; ++i)
-#pragma GCC unroll 4
-        for (int c = 0; c < COLS; ++c) _mm512_storeu_ps(out + i * head_dim + column + c * 16, acc[i][c]);
-}
 
-using ScoresFunction = void (*)(const bf16*, int, const Pages&, float*);
-constexpr ScoresFunction kScores[13] = {nullptr,       scores_of<1>,  scores_of<2>, scores_of<3>, scores_of<4>,
-                                        scores_of<5>,  scores_of<6>,  scores_of<7>, scores_of<8>, scores_of<9>,
-                                        scores_of<10>, scores_of<11>, scores_of<12>};
+    bool packed() const { return packed_; }
 
-template <int ROWS>
-void values_of(const bf16* probs, const bf16* const* pages, const bf16* const* ahead, int num_pages, int head_dim,
-               float* out) {
-    int column = 0;
-    for (; column + 64 <= head_dim; column += 64)
-        values_kernel<ROWS, 4>(probs, pages, ahead, num_pages, head_dim, column, out);
-    if (column < head_dim) values_kernel<ROWS, 2>(probs, pages, ahead, num_pages, head_dim, column, out);
-}
-
-using ValuesFunction = void (*)(const bf16*, const bf16* const*, const bf16* const*, int, int, float*);
-constexpr ValuesFunction kValues[7] = {nullptr,      values_of<1>, values_of<2>, values_of<3>,
-                                       values_of<4>, values_of<5>, values_of<6>};
-
-// Which of a page's 16 tokens are in oldest..newest; both relative to the segment's first page.
-inline __mmask16 alive(int page, int oldest, int newest) {
-    const int low = std::clamp(oldest - page * kPageTokens, 0, 16),
-              high = std::clamp(newest + 1 - page * kPageTokens, 0, 16);
-    return static_cast<__mmask16>(((1u << high) - 1) & ~((1u << low) - 1));
-}
-
-// The largest score of one row over the segment's pages; kNone where all are masked.
-template <bool MASKED>
-float largest(const float* scores, int num_pages, int oldest, int newest) {
-    __m512 top = _mm512_set1_ps(kNone);
-    for (int page = 0; page < num_pages; ++page) {
-        const __m512 s = _mm512_loadu_ps(scores + page * kPageTokens);
-        top = MASKED ? _mm512_mask_max_ps(top, alive(page, oldest, newest), top, s) : _mm512_max_ps(top, s);
+    // Pages begin..end-1 will be read. Begins and ends do not go back from call to call.
+    void need_keys(int begin, int end) {
+        for (int i = std::max(begin, keys_end_); packed_ && i < std::min(end, kSegmentPages); keys_end_ = ++i)
+            unpack_page(shape_, head_[i], later_[i], const_cast<bf16*>(keys[i]));
     }
-    return _mm512_reduce_max_ps(top);
+    void need_values(int begin, int end) {
+        for (int i = std::max(begin, values_end_); packed_ && i < end; values_end_ = ++i) {
+            const size_t offset = shape_.page_values();
+            unpack_page(shape_, head_[i] + offset, later_[i] + offset, const_cast<bf16*>(values[i]));
+            for (int line = 0; line < 128; line += 64) prefetch(later_[i] + 2 * offset + line);  // the scales
+        }
+    }
+
+    static constexpr int kCount = kSegmentPages + 4;
+    const bf16 *keys[kCount], *values[kCount], *later_keys[kCount], *later_values[kCount];
+    const float *key_scales[kCount] = {}, *value_scales[kCount] = {};
+
+ private:
+    const AttentionShape& shape_;
+    const bool packed_;
+    const uint8_t *head_[kCount], *later_[kCount];
+    int keys_end_ = 0, values_end_ = 0;
+};
+
+// What a block of rows sees of a segment, in tokens from the segment's page `begin` on.
+struct View {
+    int begin, num_pages;
+    int newest;  // of the block's first row
+    int window;
+    bool whole;  // every row sees every token of these pages
+};
+
+View view_of(const Block& block, const Tile& tile, int group, int window, int segment) {
+    const int first = tile.first_position + block.row / group;
+    const int last = tile.first_position + (block.row + block.rows - 1) / group;
+    const int segment_page = segment * kSegmentPages, oldest = window > 0 ? std::max(0, first - window + 1) : 0;
+    View view;
+    view.begin = std::max(0, oldest / kPageTokens - segment_page);
+    view.num_pages = std::min(kSegmentPages, last / kPageTokens + 1 - segment_page) - view.begin;
+    const int base = (segment_page + view.begin) * kPageTokens;
+    view.newest = first - base;
+    view.window = window;
+    view.whole = view.newest >= view.num_pages * kPageTokens - 1 && (window == 0 || last - window + 1 <= base);
+    return view;
 }
 
-// Softmax numerators of one row, and their sum.
-template <bool MASKED>
-float exponentials(const float* scores, bf16* probs, int num_pages, int oldest, int newest, float most) {
-    const __m512 shift = _mm512_set1_ps(most);
-    __m512 total = _mm512_setzero_ps();
-    for (int page = 0; page < num_pages; ++page) {
-        __m512 e = exp2_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + page * kPageTokens), shift));
-        if (MASKED) e = _mm512_maskz_mov_ps(alive(page, oldest, newest), e);
-        total = _mm512_add_ps(total, e);
-        store_bf16(probs + page * kPageTokens, e);
+void score(const Block& block, const View& view, int head_dim, bool fetch, SegmentPages& pages,
+           const AttentionScratch& scratch) {
+    const int step = score_pages(block.rows), end = view.begin + view.num_pages;
+    const auto function = scores_function(block.rows, std::make_integer_sequence<int, kBlockRows>{});
+    for (int page = view.begin; page < end; page += step) {
+        KeyPages batch;
+        pages.need_keys(page, std::min(page + step, end));
+        for (int i = 0; i < step; ++i) {
+            batch.keys[i] = pages.keys[page + i];
+            batch.ahead[i] = pages.later_keys[page + i];
+            batch.scales[i] = pages.key_scales[page + i];
+        }
+        function(scratch.queries + block.row * head_dim, head_dim, batch, fetch,
+                 scratch.scores + (page - view.begin) * kPageTokens);
     }
-    return _mm512_reduce_add_ps(total);
+}
+
+// Softmax of a block's scores: rounded numerators into scratch.probs, each row's exponent and sum into result.
+template <bool MASKED, bool SCALED>
+void soften(const Block& block, const View& view, int group, const SegmentPages& pages,
+            const AttentionScratch& scratch, const Partial& result) {
+    float *most = result.max + block.row, *sum = result.sum + block.row;
+    auto each_row = [&](auto&& body) {
+        int newest = view.newest, left = group - block.row % group;
+        for (int i = 0; i < block.rows; ++i) {
+            body(i, view.window > 0 ? newest - view.window + 1 : 0, newest);
+            if (--left == 0) ++newest, left = group;
+        }
+    };
+    // All rows' largest scores first: one row's would wait for its own reduction.
+    each_row([&](int i, int oldest, int newest) {
+        most[i] = std::ceil(
+            largest<MASKED>(scratch.scores + i * kSegmentTokens, view.num_pages, oldest, newest, kNone));
+    });
+    each_row([&](int i, int oldest, int newest) {
+        sum[i] = numerators<MASKED, SCALED>(scratch.scores + i * kSegmentTokens, scratch.probs + i * kSegmentTokens,
+                                            view.num_pages, oldest, newest, most[i], pages.value_scales + view.begin);
+    });
+}
+
+void weigh(const Block& block, const View& view, int head_dim, bool fetch, const SegmentPages& pages,
+           const AttentionScratch& scratch, float* out) {
+    constexpr auto heights = std::make_integer_sequence<int, kValueRows>{};
+    for (int row = 0, parts = (block.rows + kValueRows - 1) / kValueRows; parts > 0; --parts) {
+        const int rows = (block.rows - row + parts - 1) / parts;
+        const auto function =
+            fetch && row == 0 ? values_function<true>(rows, heights) : values_function<false>(rows, heights);
+        function(scratch.probs + row * kSegmentTokens, pages.values + view.begin, pages.later_values + view.begin,
+                 view.num_pages, head_dim, out + row * head_dim);
+        row += rows;
+    }
 }
 
 }  // namespace
 
 AttentionScratch::AttentionScratch(const AttentionShape& shape) {
-    const size_t rows = static_cast<size_t>(tile_tokens(shape)) * shape.group() + 16;
-    const size_t sizes[] = {rows * kSegmentTokens * 4,
-                            rows * kSegmentTokens * 2,
-                            rows * shape.head_dim * 2,
+    const size_t rows = static_cast<size_t>(tile_tokens(shape)) * shape.group();
+    const size_t unpacked = shape.kv_format == kKvInt8 ? kSegmentPages * shape.page_values() * sizeof(bf16) : 0;
+    const size_t sizes[] = {size_t{kBlockRows} * kSegmentTokens * sizeof(float),
+                            size_t{kBlockRows} * kSegmentTokens * sizeof(bf16),
+                            rows * shape.head_dim * sizeof(bf16),
+                            unpacked,
+                            unpacked,
                             rows * 4,
                             rows * 4,
                             rows * shape.head_dim * 4,
@@ -158,6 +186,8 @@ AttentionScratch::AttentionScratch(const AttentionShape& shape) {
     scores = reinterpret_cast<float*>(take());
     probs = reinterpret_cast<bf16*>(take());
     queries = reinterpret_cast<bf16*>(take());
+    keys = reinterpret_cast<bf16*>(take());
+    values = reinterpret_cast<bf16*>(take());
     for (Partial* partial : {&running, &current}) {
         partial->max = reinterpret_cast<float*>(take());
         partial->sum = reinterpret_cast<float*>(take());
@@ -165,77 +195,52 @@ AttentionScratch::AttentionScratch(const AttentionShape& shape) {
     }
 }
 
-void attend_segment(const AttentionShape& shape, int window, const bf16* queries, const bf16* layer, const Tile& tile,
-                    int kv_head, int segment, const Tile* ahead, int ahead_kv_head, int ahead_segment,
-                    AttentionScratch& scratch, const Partial& result) {
-    const int group = shape.group(), head_dim = shape.head_dim, rows = tile.num_tokens * group;
-    const int last_position = tile.first_position + tile.num_tokens - 1;
-    const int oldest_needed = window > 0 ? std::max(0, tile.first_position - window + 1) : 0;
-    const int first_page = std::max(segment * kSegmentPages, oldest_needed / kPageTokens);
-    const int end_page = std::min((segment + 1) * kSegmentPages, last_position / kPageTokens + 1);
-    const int num_pages = end_page - first_page;
-
-    const bf16* pages[kSegmentPages + 4];
-    const bf16* later[kSegmentPages + 4];
-    const int ahead_end = ahead ? (ahead->first_position + ahead->num_tokens - 1) / kPageTokens + 1 : 0;
-    for (int i = 0; i < kSegmentPages + 4; ++i) {  // the last page again as padding: its scores are not used
-        const int page = first_page + std::min(i, num_pages - 1);
-        pages[i] = layer + tile.pages[page] * shape.page() + kv_head * shape.head_page();
-        const int next = ahead_segment * kSegmentPages + i;
-        later[i] =
-            next < ahead_end ? layer + ahead->pages[next] * shape.page() + ahead_kv_head * shape.head_page() : pages[i];
-    }
-    const bf16* q =
-        queries + static_cast<size_t>(tile.first_token) * shape.num_heads * head_dim + kv_head * group * head_dim;
-    if (tile.num_tokens > 1) {
-        for (int i = 0; i < tile.num_tokens; ++i)
-            std::memcpy(scratch.queries + i * group * head_dim, q + static_cast<size_t>(i) * shape.num_heads * head_dim,
-                        group * head_dim * sizeof(bf16));
-        q = scratch.queries;
-    }
-    for (int row = 0, left = rows, parts = (rows + 11) / 12; parts > 0; --parts) {
-        const int count = (left + parts - 1) / parts, step = count > 6 ? 2 : 4;
-        for (int page = 0; page < num_pages; page += step) {
-            Pages batch;
-            for (int i = 0; i < step; ++i) {
-                batch.page[i] = pages[page + i];
-                batch.ahead[i] = later[page + i];
-            }
-            kScores[count](q + row * head_dim, head_dim, batch,
-                           scratch.scores + row * kSegmentTokens + page * kPageTokens);
+void pack_queries(const AttentionShape& shape, const bf16* queries, const Tile& tile, int kv_head,
+                  AttentionScratch& scratch) {
+    const int group = shape.group(), head_dim = shape.head_dim;
+    const size_t token_stride = static_cast<size_t>(shape.num_heads) * head_dim;
+    const bf16* first = queries + tile.first_token * token_stride + static_cast<size_t>(kv_head) * group * head_dim;
+    each_block(tile.num_tokens * group, [&](const Block& block) {
+        for (int i = 0; i < block.rows; ++i) {
+            const int row = block.row + i;
+            const bf16* from = first + row / group * token_stride + row % group * head_dim;
+            bf16* to = scratch.queries + block.row * head_dim + 2 * i;
+            for (int d = 0; d < head_dim; d += 2, to += 2 * block.rows) std::memcpy(to, from + d, 4);
         }
-        row += count;
-        left -= count;
-    }
-    const int base = first_page * kPageTokens;
-    auto oldest = [&](int row) {
-        return window > 0 ? std::max(0, tile.first_position + row / group - window + 1) - base : 0;
-    };
-    auto newest = [&](int row) { return tile.first_position + row / group - base; };
-    auto whole = [&](int row) { return oldest(row) <= 0 && newest(row) >= num_pages * kPageTokens - 1; };
-    // All rows' largest scores first: one row's would wait for its own reduction.
-    for (int row = 0; row < rows; ++row)
-        result.max[row] = (whole(row) ? largest<false> : largest<true>)(scratch.scores + row * kSegmentTokens,
-                                                                        num_pages, oldest(row), newest(row));
-    for (int row = 0; row < rows; ++row)
-        result.sum[row] = (whole(row) ? exponentials<false> : exponentials<true>)(
-            scratch.scores + row * kSegmentTokens, scratch.probs + row * kSegmentTokens, num_pages, oldest(row),
-            newest(row), result.max[row]);
-    for (int row = 0, left = rows, parts = (rows + 5) / 6; parts > 0; --parts) {
-        const int count = (left + parts - 1) / parts;
-        kValues[count](scratch.probs + row * kSegmentTokens, pages, later, num_pages, head_dim,
-                       result.values + row * head_dim);
-        row += count;
-        left -= count;
-    }
+    });
+}
+
+void attend_segment(const AttentionShape& shape, int window, const uint8_t* layer, const Tile& tile, int kv_head,
+                    int segment, const Ahead& ahead, AttentionScratch& scratch, const Partial& result) {
+    const int group = shape.group(), head_dim = shape.head_dim;
+    SegmentPages pages(shape, layer, tile, kv_head, segment, ahead, scratch);
+    each_block(tile.num_tokens * group, [&](const Block& block) {
+        const View view = view_of(block, tile, group, window, segment);
+        float* values = result.values + static_cast<size_t>(block.row) * head_dim;
+        if (view.num_pages <= 0) {  // a tile across a cut: none of these rows sees this segment
+            std::fill_n(result.max + block.row, block.rows, kNone);
+            std::fill_n(result.sum + block.row, block.rows, 0.f);
+            std::fill_n(values, block.rows * head_dim, 0.f);
+            return;
+        }
+        const bool fetch = ahead.tile && block.row == 0 && !pages.packed();
+        score(block, view, head_dim, fetch, pages, scratch);
+        if (pages.packed())
+            (view.whole ? soften<false, true> : soften<true, true>)(block, view, group, pages, scratch, result);
+        else
+            (view.whole ? soften<false, false> : soften<true, false>)(block, view, group, pages, scratch, result);
+        pages.need_values(view.begin, view.begin + view.num_pages);
+        weigh(block, view, head_dim, fetch, pages, scratch, values);
+    });
 }
 
 void merge(const Partial& running, const Partial& next, int rows, int head_dim) {
     for (int row = 0; row < rows; ++row) {
         if (next.sum[row] == 0) continue;  // wholly masked for this row
         const float most = std::max(running.max[row], next.max[row]);
-        const __m512 keep = exp2_ps(_mm512_set1_ps(running.sum[row] == 0 ? -200.f : running.max[row] - most));
-        const __m512 add = exp2_ps(_mm512_set1_ps(next.max[row] - most));
+        const __m512 one = _mm512_set1_ps(1.f);
+        const __m512 keep = _mm512_scalef_ps(one, _mm512_set1_ps(running.max[row] - most));
+        const __m512 add = _mm512_scalef_ps(one, _mm512_set1_ps(next.max[row] - most));
         running.max[row] = most;
         running.sum[row] = running.sum[row] * _mm512_cvtss_f32(keep) + next.sum[row] * _mm512_cvtss_f32(add);
         float* to = running.values + row * head_dim;
@@ -256,22 +261,6 @@ void finish_attention(const AttentionShape& shape, const Partial& total, const T
         for (int d = 0; d < head_dim; d += 16)
             store_bf16(target + d, _mm512_mul_ps(_mm512_loadu_ps(total.values + row * head_dim + d), scale));
     }
-}
-
-void write_kv(const AttentionShape& shape, bf16* layer, int page, int slot, int kv_head, const float* key,
-              const float* value) {
-    const int head_dim = shape.head_dim;
-    bf16* k = layer + page * shape.page() + kv_head * shape.head_page();
-    bf16* v = k + static_cast<size_t>(kPageTokens) * head_dim + slot / 2 * 2 * head_dim + slot % 2;
-    alignas(64) bf16 rounded[kMaxHeadDim];
-    for (int d = 0; d < head_dim; d += 16) store_bf16(rounded + d, _mm512_loadu_ps(key + d));
-    for (int d = 0; d < head_dim; d += 2) std::memcpy(k + d * kPageTokens + slot * 2, rounded + d, 4);
-    for (int d = 0; d < head_dim; d += 16) {
-        const __m512 part = _mm512_loadu_ps(value + d);
-        const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(part), _mm512_set1_ps(3.0e38f), _CMP_LE_OQ);
-        store_bf16(rounded + d, _mm512_maskz_mov_ps(finite, part));
-    }
-    for (int d = 0; d < head_dim; ++d) v[d * 2] = rounded[d];
 }
 
 }  // namespace ns

@@ -1,7 +1,4 @@
-// Paged attention in place, for prefill tiles and single decode rows alike.
-//
-// KV layout of one page (16 tokens) in a layer: [kv head][ K: d/2 x 16 tokens x 2 | V: 8 token pairs x d x 2 ].
-// Scores then need no horizontal sums and both products are vdpbf16ps; a head's K and V are one contiguous run.
+// Paged attention in place (kv.h), for prefill tiles and single decode rows alike.
 //
 // A context is cut into segments of 256 tokens at fixed positions. Each segment gives (max, sum, weighted V) on its
 // own, and segments are merged in order. Which thread did which segment, and in what tile a row came, changes nothing
@@ -9,21 +6,12 @@
 #pragma once
 #include <vector>
 
-#include "simd.h"
+#include "kv.h"
 
 namespace ns {
 
-constexpr int kMaxHeadDim = 1024;
-constexpr int kPageTokens = 16;
 constexpr int kSegmentPages = 16;
 constexpr int kSegmentTokens = kPageTokens * kSegmentPages;
-
-struct AttentionShape {
-    int num_heads, num_kv_heads, head_dim;
-    int group() const { return num_heads / num_kv_heads; }
-    size_t head_page() const { return static_cast<size_t>(2) * kPageTokens * head_dim; }  // bf16 values, K and V
-    size_t page() const { return head_page() * num_kv_heads; }
-};
 
 // Neighbouring tokens of one row that share K and V reads. Positions first_position .. + num_tokens - 1.
 struct Tile {
@@ -45,37 +33,42 @@ inline int tile_tokens(const AttentionShape& shape) {
 }
 
 struct Partial {    // for n query rows; unnormalized
-    float* max;     // [n], base-2 exponent scale
+    float* max;     // [n], a whole power of two that no score is above: merging then scales exactly
     float* sum;     // [n]
     float* values;  // [n, head_dim]
 };
 
-// Memory of one thread: scores, probabilities, packed queries and two partials.
+// Memory of one thread: the packed queries of a tile, two partials for all its rows, and for the few rows that go
+// through a segment together their scores and probabilities, and unpacked int8 keys and values.
 class AttentionScratch {
  public:
     explicit AttentionScratch(const AttentionShape& shape);
-    float* scores;  // [rows, kSegmentTokens]
-    bf16* probs;    // [rows, kSegmentTokens]
-    bf16* queries;  // [rows, head_dim]
+    float* scores;  // [kBlockRows, kSegmentTokens]
+    bf16* probs;    // [kBlockRows, kSegmentTokens]
+    bf16* queries;  // [rows, head_dim], in the order of pack_queries
+    bf16 *keys, *values;  // [kSegmentPages, 16 * head_dim] each with kKvInt8
     Partial running, current;
 
  private:
     std::vector<uint8_t> memory_;
 };
 
-// Attention of one tile and kv head over one segment. `queries` are [num_tokens, num_heads, head_dim], already scaled
-// by log2(e)/sqrt(d); `layer` is the layer's KV memory. `ahead` (or null) is a tile and `ahead_segment` its segment to
-// prefetch.
-void attend_segment(const AttentionShape& shape, int window, const bf16* queries, const bf16* layer, const Tile& tile,
-                    int kv_head, int segment, const Tile* ahead, int ahead_kv_head, int ahead_segment,
-                    AttentionScratch& scratch, const Partial& result);
+// What to prefetch while a segment is worked on: a segment of a tile and kv head, or none.
+struct Ahead {
+    const Tile* tile = nullptr;
+    int kv_head = 0, segment = 0;
+};
+
+// Brings the queries of a tile and kv head into scratch, in the order that attend_segment reads them. `queries` are
+// [num_tokens, num_heads, head_dim], already scaled by log2(e)/sqrt(d).
+void pack_queries(const AttentionShape& shape, const bf16* queries, const Tile& tile, int kv_head,
+                  AttentionScratch& scratch);
+// Attention of the packed tile and kv head over one segment. `layer` is the layer's KV memory.
+void attend_segment(const AttentionShape& shape, int window, const uint8_t* layer, const Tile& tile, int kv_head,
+                    int segment, const Ahead& ahead, AttentionScratch& scratch, const Partial& result);
 // running = running merged with the later segment `next`.
 void merge(const Partial& running, const Partial& next, int rows, int head_dim);
 // bf16 values / sum into `out` [num_tokens, num_heads, head_dim].
 void finish_attention(const AttentionShape& shape, const Partial& total, const Tile& tile, int kv_head, bf16* out);
-// Keys and values of one token into its page; not-finite values become 0 so that they cannot reach other rows by 0 *
-// NaN.
-void write_kv(const AttentionShape& shape, bf16* layer, int page, int slot, int kv_head, const float* key,
-              const float* value);
 
 }  // namespace ns

@@ -48,6 +48,18 @@ inline __m512 exp2_ps(__m512 x) {
     return _mm512_maskz_scalef_ps(alive, p, n);
 }
 
+// 2^x for x <= 0, which has no masks and no branches: 0 far below -126, NaN stays NaN. 2^frac by the polynomial of degree
+// 4 with the least largest relative error on [0, 1], 2.6e-6 (Remez): bf16 rounds the result a thousand times coarser.
+inline __m512 exp2_of_negative(__m512 x) {
+    const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    __m512 p = _mm512_set1_ps(1.353416792e-2f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.201146061e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.414427569e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.930038345e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.000002593f));
+    return _mm512_scalef_ps(p, x);
+}
+
 // 1 / (1 + e^-x), also for large |x|.
 inline __m512 sigmoid_ps(__m512 x) {
     const __m512 limited = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)), _mm512_set1_ps(-126.f));

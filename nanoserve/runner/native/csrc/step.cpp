@@ -65,16 +65,21 @@ AttentionPlan Step::plan_attention(int window, bool logit_tokens_only) const {
             for (int token = batch_.row_starts[row]; token < batch_.row_starts[row + 1]; token += most)
                 add(token, std::min(most, batch_.row_starts[row + 1] - token));
     }
-    const int heads = config_.kv_heads, tiles = static_cast<int>(plan.tiles.size());
+    const int heads = config_.kv_heads, group = model_.shape.group(), tiles = static_cast<int>(plan.tiles.size());
     const bool few = tiles * heads < 4 * threads_;  // too few items to keep all threads busy: split contexts
-    for (int i = 0; i < tiles; ++i) {
-        const int begin = plan.tiles[i].segment_begin(window), end = plan.tiles[i].segment_end();
-        const bool split = few && plan.tiles[i].num_tokens == 1 && end - begin > 1;
-        for (int head = 0; head < heads; ++head, ++plan.num_groups) {
-            if (!split) plan.items.push_back({i, head, begin, end, -1, plan.num_groups});
-            for (int segment = begin; split && segment < end; ++segment)
-                plan.items.push_back({i, head, segment, segment + 1, plan.num_slots++, plan.num_groups});
-        }
+    // Tiles of one row head by head, so that a head's keys and values are still in cache for the next tile.
+    for (int first = 0, end; first < tiles; first = end) {
+        for (end = first + 1; end < tiles && plan.tiles[end].pages == plan.tiles[first].pages;) ++end;
+        for (int head = 0; head < heads; ++head)
+            for (int i = first; i < end; ++i, ++plan.num_groups) {
+                const Tile& tile = plan.tiles[i];
+                const int begin = tile.segment_begin(window), stop = tile.segment_end();
+                const bool split = few && stop - begin > 1;
+                if (!split) plan.items.push_back({i, head, begin, stop, -1, plan.num_groups});
+                if (split) plan.slot_rows = std::max(plan.slot_rows, tile.num_tokens * group);
+                for (int segment = begin; split && segment < stop; ++segment)
+                    plan.items.push_back({i, head, segment, segment + 1, plan.num_slots++, plan.num_groups});
+            }
     }
     return plan;
 }
@@ -91,17 +96,19 @@ bool Step::make_buffers() {
                  heads = static_cast<size_t>(config_.heads) * config_.head_dim;
     const size_t qkv = heads + 2 * static_cast<size_t>(config_.kv_heads) * config_.head_dim,
                  logit_rows = batch_.logit_rows;
-    size_t slots = last_plan_.num_slots, groups = last_plan_.num_groups;
+    auto slot_floats = [&](const AttentionPlan& plan) {
+        return static_cast<size_t>(plan.num_slots) * plan.slot_rows * (config_.head_dim + 2);
+    };
+    size_t partials = slot_floats(last_plan_), groups = last_plan_.num_groups;
     for (const AttentionPlan& plan : plans_) {
-        slots = std::max<size_t>(slots, plan.num_slots);
+        partials = std::max(partials, slot_floats(plan));
         groups = std::max<size_t>(groups, plan.num_groups);
     }
-    const size_t partial = static_cast<size_t>(model_.shape.group()) * (config_.head_dim + 2);
     const size_t privates = private_rows_ ? threads_ : 0;
     private_stride_ = rows * hidden;
     decoded_stride_ =
         static_cast<size_t>(kPanel) * std::max({config_.hidden, config_.intermediate, static_cast<int>(heads)});
-    const size_t floats = rows * (hidden * 2 + qkv) + slots * partial;
+    const size_t floats = rows * (hidden * 2 + qkv) + partials;
     const size_t halves =
         rows * (hidden + 2 * heads + config_.intermediate) + privates * private_stride_ + threads_ * decoded_stride_;
     if (!model_.arena.reserve(floats * 4 + halves * 2 + threads_ * logit_rows * sizeof(Best) + groups * sizeof(int) +
@@ -112,7 +119,7 @@ bool Step::make_buffers() {
     x_ = arena.take<float>(rows * hidden);
     branch_ = arena.take<float>(rows * hidden);
     qkv_ = arena.take<float>(rows * qkv);
-    partials_ = arena.take<float>(slots * partial);
+    partials_ = arena.take<float>(partials);
     h_ = arena.take<bf16>(rows * hidden);
     q_ = arena.take<bf16>(rows * heads);
     attended_ = arena.take<bf16>(rows * heads);
@@ -157,7 +164,7 @@ void Step::work(int thread) {
     for (int i = 0; i < config_.layers; ++i) {
         const Layer& layer = model_.layers[i];
         const float* post = config_.post_norms && i > 0 ? model_.layers[i - 1].raw.post_mlp_norm : nullptr;
-        bf16* kv = model_.layer_kv(i);
+        uint8_t* kv = model_.layer_kv(i);
         multiply(thread, layer.qkv, nullptr, batch_.tokens, Epilogue::kStore, qkv_, qkv_width,
                  first(thread, layer.output, batch_.tokens), post, layer.raw.input_norm);
         const bool last = i + 1 == config_.layers;
@@ -209,7 +216,7 @@ void Step::multiply(int thread, const Linear& weight, const bf16* x, int rows, E
     gemm(model_.phases, thread, job, decoded_ + static_cast<size_t>(thread) * decoded_stride_);
 }
 
-void Step::rotate_head(const Layer& layer, int token, int kv_head, bf16* kv) {
+void Step::rotate_head(const Layer& layer, int token, int kv_head, uint8_t* kv) {
     const int head_dim = config_.head_dim, half = head_dim / 2, group = model_.shape.group();
     const float* row = qkv_ + static_cast<size_t>(token) * layer.qkv.n;
     const int position = batch_.positions[token];
@@ -239,23 +246,24 @@ void Step::rotate_head(const Layer& layer, int token, int kv_head, bf16* kv) {
     const float* value = key + static_cast<size_t>(config_.kv_heads) * head_dim;
     float turned[kMaxHeadDim];
     turn(key, layer.raw.k_norm, [&](int j, __m512 v) { _mm512_storeu_ps(turned + j, v); });
-    write_kv(model_.shape, kv, page_table_[token][position / kPageTokens], position % kPageTokens, kv_head, turned,
-             value);
+    const AttentionShape& shape = model_.shape;
+    uint8_t* page = kv + page_table_[token][position / kPageTokens] * shape.page() + kv_head * shape.head_page();
+    write_kv(shape, page, position % kPageTokens, turned, value);
 }
 
-void Step::rotate(int thread, const Layer& layer, bf16* kv) {
+void Step::rotate(int thread, const Layer& layer, uint8_t* kv) {
     model_.phases.begin(thread, batch_.tokens);
     for (int token; (token = model_.phases.claim(thread)) >= 0;)
         for (int head = 0; head < config_.kv_heads; ++head) rotate_head(layer, token, head, kv);
 }
 
-Partial Step::slot(int index) const {
-    const size_t group = model_.shape.group();
-    float* base = partials_ + index * group * (config_.head_dim + 2);
-    return {base, base + group, base + 2 * group};
+Partial Step::slot(const AttentionPlan& plan, int index) const {
+    const size_t rows = plan.slot_rows;
+    float* base = partials_ + index * rows * (config_.head_dim + 2);
+    return {base, base + rows, base + 2 * rows};
 }
 
-void Step::attend(int thread, const AttentionPlan& plan, const Layer& layer, bf16* kv, bool rotate_too) {
+void Step::attend(int thread, const AttentionPlan& plan, const Layer& layer, uint8_t* kv, bool rotate_too) {
     model_.phases.begin(thread, static_cast<int>(plan.items.size()));
     for (int index; (index = model_.phases.claim(thread)) >= 0;) {
         const int next = model_.phases.peek(thread);
@@ -266,24 +274,22 @@ void Step::attend(int thread, const AttentionPlan& plan, const Layer& layer, bf1
 }
 
 void Step::run_item(int thread, const AttentionPlan& plan, const AttentionItem& item, const AttentionItem* next,
-                    bf16* kv) {
+                    const uint8_t* kv) {
     AttentionScratch& scratch = *model_.attention_scratch[thread];
     const Tile& tile = plan.tiles[item.tile];
     const int rows = tile.num_tokens * model_.shape.group();
+    pack_queries(model_.shape, q_, tile, item.kv_head, scratch);
     for (int segment = item.begin; segment < item.end; ++segment) {
-        const bool more = segment + 1 < item.end;
-        const Tile* ahead = tile.num_tokens > 1 ? nullptr : more ? &tile : next ? &plan.tiles[next->tile] : nullptr;
-        const Partial result = item.slot >= 0          ? slot(item.slot)
+        Ahead ahead;
+        if (segment + 1 < item.end)
+            ahead = {&tile, item.kv_head, segment + 1};
+        else if (next)
+            ahead = {&plan.tiles[next->tile], next->kv_head, next->begin};
+        if (tile.num_tokens > 1) ahead.tile = nullptr;  // much arithmetic on what is mostly in cache
+        const Partial result = item.slot >= 0          ? slot(plan, item.slot)
                                : segment == item.begin ? scratch.running
                                                        : scratch.current;
-        attend_segment(model_.shape, plan.window, q_, kv, tile, item.kv_head, segment, ahead,
-                       more   ? item.kv_head
-                       : next ? next->kv_head
-                              : 0,
-                       more   ? segment + 1
-                       : next ? next->begin
-                              : 0,
-                       scratch, result);
+        attend_segment(model_.shape, plan.window, kv, tile, item.kv_head, segment, ahead, scratch, result);
         if (segment > item.begin) merge(scratch.running, scratch.current, rows, config_.head_dim);
     }
     if (item.slot >= 0)
@@ -299,10 +305,10 @@ void Step::merge_group(const AttentionPlan& plan, const AttentionItem& item) {
     std::atomic<int>& finished = finished_[item.group];
     if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
     finished.store(0, std::memory_order_relaxed);
-    const int first_slot = item.slot - (item.begin - begin);
+    const int first_slot = item.slot - (item.begin - begin), rows = tile.num_tokens * model_.shape.group();
     for (int i = 1; i < count; ++i)
-        merge(slot(first_slot), slot(first_slot + i), model_.shape.group(), config_.head_dim);
-    finish_attention(model_.shape, slot(first_slot), tile, item.kv_head, attended_);
+        merge(slot(plan, first_slot), slot(plan, first_slot + i), rows, config_.head_dim);
+    finish_attention(model_.shape, slot(plan, first_slot), tile, item.kv_head, attended_);
 }
 
 // After the last layer's attention nobody needs the rows without logits: moves the others to the front.

@@ -47,6 +47,7 @@ struct AttentionPlan {
     std::vector<Tile> tiles;
     std::vector<AttentionItem> items;
     int num_slots = 0, num_groups = 0;
+    int slot_rows = 0;  // query rows a slot has room for
 };
 
 struct Model {
@@ -56,7 +57,7 @@ struct Model {
     Linear head;
     const float* final_norm;
     std::vector<Layer> layers;
-    bf16* kv = nullptr;
+    uint8_t* kv = nullptr;
     int64_t kv_pages = 0;
     Team team;
     Phases phases;
@@ -64,7 +65,7 @@ struct Model {
     std::vector<std::unique_ptr<AttentionScratch>> attention_scratch;
 
     Model(const NsConfig& config, const bf16* embedding, const Linear& head, const float* final_norm);
-    bf16* layer_kv(int layer) { return kv + static_cast<size_t>(layer) * kv_pages * shape.page(); }
+    uint8_t* layer_kv(int layer) { return kv + static_cast<size_t>(layer) * kv_pages * shape.page(); }
 };
 
 class Step {
@@ -84,19 +85,19 @@ class Step {
     void norm_rows(int thread, int rows, const float* post_norm, const float* norm);
     void multiply(int thread, const Linear& weight, const bf16* x, int rows, Epilogue epilogue, void* out, int ld,
                   const uint8_t* next, const float* post_norm = nullptr, const float* norm = nullptr);
-    void rotate(int thread, const Layer& layer, bf16* kv);
-    void attend(int thread, const AttentionPlan& plan, const Layer& layer, bf16* kv, bool rotate_too);
+    void rotate(int thread, const Layer& layer, uint8_t* kv);
+    void attend(int thread, const AttentionPlan& plan, const Layer& layer, uint8_t* kv, bool rotate_too);
     void keep_logit_rows(int thread);
     void finish_layer(int thread, int index);
     void project_logits(int thread);
     // Inside phases.
     bf16* normed(int thread) { return private_rows_ ? h_private_ + thread * private_stride_ : h_; }
     void norm_row(int thread, int row, const float* post_norm, const float* norm);
-    void rotate_head(const Layer& layer, int token, int kv_head, bf16* kv);
+    void rotate_head(const Layer& layer, int token, int kv_head, uint8_t* kv);
     void run_item(int thread, const AttentionPlan& plan, const AttentionItem& item, const AttentionItem* next,
-                  bf16* kv);
+                  const uint8_t* kv);
     void merge_group(const AttentionPlan& plan, const AttentionItem& item);
-    Partial slot(int index) const;
+    Partial slot(const AttentionPlan& plan, int index) const;
     const uint8_t* first(int thread, const Linear& weight, int rows) const {
         return first_panel(weight, rows, thread, model_.team.size());
     }

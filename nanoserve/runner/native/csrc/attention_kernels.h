@@ -1,0 +1,161 @@
+// The register kernels of paged attention: scores, softmax numerators, weighted values. Included by attention.cpp only.
+//
+// Loops over accumulators are unrolled by force, else gcc keeps them in memory. A row's terms are added in order of d
+// and of tokens whatever rows it is computed with.
+#pragma once
+#include <algorithm>
+#include <utility>
+
+#include "kv.h"
+
+namespace ns {
+namespace {
+
+constexpr int kBlockRows = 12;  // query rows that go through scores, softmax and values together: 12 KB of scores
+constexpr int kValueRows = 6;
+constexpr int kScoreStride = 256;  // tokens of a segment
+
+// Up to four pages of keys, and the pages to fetch meanwhile.
+struct KeyPages {
+    const bf16* keys[4];
+    const bf16* ahead[4];
+    const float* scales[4];  // null with bf16
+};
+
+constexpr int score_pages(int rows) { return rows > 6 ? 2 : 4; }
+
+// ROWS query rows, packed [head_dim/2][ROWS][2], against N pages: scores [ROWS, N*16]. With AHEAD one line of a later
+// page is fetched per line used.
+template <int ROWS, int N, bool AHEAD>
+inline __attribute__((always_inline)) void scores_kernel(const bf16* q, int head_dim, const KeyPages& pages,
+                                                         float* out) {
+    __m512 acc[ROWS][N] = {};
+    for (int d = 0; d < head_dim; d += 2, q += 2 * ROWS) {
+        __m512bh keys[N];
+#pragma GCC unroll 4
+        for (int j = 0; j < N; ++j) {
+            keys[j] = load_pairs(pages.keys[j] + d * kPageTokens);
+            if (AHEAD) prefetch(pages.ahead[j] + d * kPageTokens);
+        }
+#pragma GCC unroll 12
+        for (int i = 0; i < ROWS; ++i) {
+            const __m512bh pair = broadcast_pair(q + 2 * i);
+#pragma GCC unroll 4
+            for (int j = 0; j < N; ++j) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], keys[j], pair);
+        }
+    }
+    if (pages.scales[0]) {
+#pragma GCC unroll 4
+        for (int j = 0; j < N; ++j) {
+            const __m512 scale = _mm512_loadu_ps(pages.scales[j]);
+#pragma GCC unroll 12
+            for (int i = 0; i < ROWS; ++i) acc[i][j] = _mm512_mul_ps(acc[i][j], scale);
+        }
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+        for (int j = 0; j < N; ++j) _mm512_storeu_ps(out + i * kScoreStride + j * kPageTokens, acc[i][j]);
+}
+
+template <int ROWS>
+void scores_of(const bf16* q, int head_dim, const KeyPages& pages, bool fetch, float* out) {
+    fetch ? scores_kernel<ROWS, score_pages(ROWS), true>(q, head_dim, pages, out)
+          : scores_kernel<ROWS, score_pages(ROWS), false>(q, head_dim, pages, out);
+}
+
+// ROWS rows of probabilities times V, for COLS*16 columns of d.
+template <int ROWS, int COLS, bool AHEAD>
+inline __attribute__((always_inline)) void values_kernel(const bf16* probs, const bf16* const* values,
+                                                         const bf16* const* ahead, int num_pages, int head_dim,
+                                                         int column, float* out) {
+    __m512 acc[ROWS][COLS] = {};
+    for (int page = 0; page < num_pages; ++page) {
+        const bf16* v = values[page] + column * 2;
+        const bf16* later = AHEAD ? ahead[page] + column * 2 : v;
+        for (int t = 0; t < kPageTokens; t += 2, v += 2 * head_dim, later += 2 * head_dim) {
+            __m512bh value[COLS];
+#pragma GCC unroll 4
+            for (int c = 0; c < COLS; ++c) {
+                value[c] = load_pairs(v + c * 32);
+                if (AHEAD) prefetch(later + c * 32);
+            }
+#pragma GCC unroll 6
+            for (int i = 0; i < ROWS; ++i) {
+                const __m512bh pair = broadcast_pair(probs + i * kScoreStride + page * kPageTokens + t);
+#pragma GCC unroll 4
+                for (int c = 0; c < COLS; ++c) acc[i][c] = _mm512_dpbf16_ps(acc[i][c], value[c], pair);
+            }
+        }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+        for (int c = 0; c < COLS; ++c) _mm512_storeu_ps(out + i * head_dim + column + c * 16, acc[i][c]);
+}
+
+template <int ROWS, bool AHEAD>
+void values_of(const bf16* probs, const bf16* const* values, const bf16* const* ahead, int num_pages, int head_dim,
+               float* out) {
+    int column = 0;
+    for (; column + 64 <= head_dim; column += 64)
+        values_kernel<ROWS, 4, AHEAD>(probs, values, ahead, num_pages, head_dim, column, out);
+    if (column < head_dim) values_kernel<ROWS, 2, AHEAD>(probs, values, ahead, num_pages, head_dim, column, out);
+}
+
+using ScoresFunction = void (*)(const bf16*, int, const KeyPages&, bool, float*);
+using ValuesFunction = void (*)(const bf16*, const bf16* const*, const bf16* const*, int, int, float*);
+template <int... ROWS>
+ScoresFunction scores_function(int rows, std::integer_sequence<int, ROWS...>) {
+    static constexpr ScoresFunction table[] = {scores_of<ROWS + 1>...};
+    return table[rows - 1];
+}
+template <bool AHEAD, int... ROWS>
+ValuesFunction values_function(int rows, std::integer_sequence<int, ROWS...>) {
+    static constexpr ValuesFunction table[] = {values_of<ROWS + 1, AHEAD>...};
+    return table[rows - 1];
+}
+
+// Which of a page's 16 tokens are in oldest..newest; both relative to the first page of `scores`.
+inline __mmask16 alive(int page, int oldest, int newest) {
+    const int low = std::clamp(oldest - page * kPageTokens, 0, 16),
+              high = std::clamp(newest + 1 - page * kPageTokens, 0, 16);
+    return static_cast<__mmask16>(((1u << high) - 1) & ~((1u << low) - 1));
+}
+
+// The largest score of one row over its pages; `none` where all are masked.
+template <bool MASKED>
+float largest(const float* scores, int num_pages, int oldest, int newest, float none) {
+    __m512 top = _mm512_set1_ps(none);
+    for (int page = 0; page < num_pages; ++page) {
+        const __m512 s = _mm512_loadu_ps(scores + page * kPageTokens);
+        top = MASKED ? _mm512_mask_max_ps(top, alive(page, oldest, newest), top, s) : _mm512_max_ps(top, s);
+    }
+    return _mm512_reduce_max_ps(top);
+}
+
+// Softmax numerators of one row, and their sum, lane by lane in order of pages. With value scales (one pointer per
+// page) what is stored is each numerator times its token's scale.
+template <bool MASKED, bool SCALED>
+float numerators(const float* scores, bf16* probs, int num_pages, int oldest, int newest, float most,
+                 const float* const* value_scales) {
+    const __m512 shift = _mm512_set1_ps(most);
+    __m512 total = _mm512_setzero_ps();
+    auto of_page = [&](int page) {
+        __m512 e = exp2_of_negative(_mm512_sub_ps(_mm512_loadu_ps(scores + page * kPageTokens), shift));
+        if (MASKED) e = _mm512_maskz_mov_ps(alive(page, oldest, newest), e);
+        total = _mm512_add_ps(total, e);
+        return SCALED ? _mm512_mul_ps(e, _mm512_loadu_ps(value_scales[page])) : e;
+    };
+    int page = 0;
+    for (; page + 2 <= num_pages; page += 2) {
+        const __m512 first = of_page(page), second = of_page(page + 1);
+        _mm512_storeu_si512(probs + page * kPageTokens,
+                            reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
+    }
+    if (page < num_pages) store_bf16(probs + page * kPageTokens, of_page(page));
+    return _mm512_reduce_add_ps(total);
+}
+
+}  // namespace
+}  // namespace ns
