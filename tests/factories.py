@@ -59,7 +59,8 @@ def make_scheduler(*, eos: Iterable[int] = (EOS,), **limits: Any) -> Scheduler:
 def make_add_request(
     request_id: int, prompt: Iterable[int] = (5, 6, 7), *, output: Iterable[int] = (), **fields: Any
 ) -> AddRequest:
-    own = {name: fields.pop(name) for name in ("priority", "cache_salt", "arrival_ns") if name in fields}
+    names = ("priority", "cache_salt", "arrival_ns", "share_key", "num_siblings")
+    own = {name: fields.pop(name) for name in names if name in fields}
     spec = msgspec.msgpack.encode(TextSpec(prompt_tail=tuple(prompt)))
     return AddRequest(
         request_id, pack_ids(prompt), make_sampling(**fields), spec, output_token_ids=pack_ids(output), **own

@@ -16,7 +16,6 @@ from nanoserve.api.access import Access
 from nanoserve.api.admission import Admission
 from nanoserve.api.engine_client import EngineClient
 from nanoserve.api.failure_log import FailureLog
-from nanoserve.api.fairness import FairClock
 from nanoserve.api.lifecycle import Lifecycle
 from nanoserve.api.metrics import Metrics
 from nanoserve.api.pacing import Pacer
@@ -39,7 +38,6 @@ class ApiContext:
     peers: Peers
     seeds: random.Random
     clock_s: Callable[[], float] = field(default=time.monotonic)
-    fair: FairClock | None = None  # with --scheduling-policy fair
     failures: FailureLog = field(default_factory=FailureLog)
     pumps: PumpQueue = field(default_factory=PumpQueue)
     resumes: Resumes | None = None  # with --resume-grace
@@ -89,7 +87,6 @@ def build_context(config: ServerConfig, client: EngineClient, metrics: Metrics, 
         pacer=Pacer(),
         access=Access(config.api),
         peers=peers,
-        fair=FairClock() if config.scheduler.scheduling_policy == "fair" else None,
         seeds=random.Random(seed) if seed else random.SystemRandom(),
     )
     if config.api.resume_grace:

@@ -21,6 +21,7 @@ from nanoserve.ipc.messages import ApiTask
 _CHAT = BodyDecoder(ChatBody)
 _ABORT = BodyDecoder(AbortBody, unsupported={})
 _GENERATE_LIMIT_S = 20.0
+_FLUSH_LIMIT_S = 20.0  # the engine looks at its messages between steps, and one with a long prompt takes its time
 
 
 async def render(request: web.Request) -> web.Response:
@@ -99,8 +100,13 @@ async def abort_request(request: web.Request) -> web.Response:
 
 
 async def flush_cache(request: web.Request) -> web.Response:
-    """Forgets every cached prefix that no running request uses."""
+    """Forgets every cached prefix that no running request uses, and says how many blocks that was."""
     context = request.app[CONTEXT]
     context.lifecycle.require_ready()
-    context.client.flush_cache()
-    return json_response({"status": "ok", "running": context.metrics.engine_stats.num_running})
+    try:
+        async with asyncio.timeout(_FLUSH_LIMIT_S):
+            num_blocks = await context.metrics.flushed(context.client.flush_cache)
+    except TimeoutError:
+        raise Unavailable(f"The engine did not answer within {_FLUSH_LIMIT_S:g} s.", code="unavailable") from None
+    stats = context.metrics.engine_stats
+    return json_response({"status": "ok", "freed_blocks": num_blocks, "running": stats.num_running})

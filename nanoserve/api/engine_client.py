@@ -72,6 +72,8 @@ class NewRequest:
     text: TextSpec
     priority: int = 0
     cache_salt: str = ""
+    share_key: str = ""  # whose share of the engine it takes, with fair scheduling
+    num_siblings: int = 1  # single requests of the same HTTP request
     index: int = 0  # of the choice in its response
     interval: int = 1  # tokens between frames
 
@@ -119,6 +121,8 @@ class EngineClient:
             text_spec=self._encode_text_spec(new.text),
             priority=new.priority,
             cache_salt=new.cache_salt,
+            share_key=new.share_key,
+            num_siblings=new.num_siblings,
             arrival_ns=self._clock_ns(),
         )
         stream = RequestStream(

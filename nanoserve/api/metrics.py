@@ -6,6 +6,7 @@ prometheus-client renders the text at scrape time. Labels come from fixed sets.
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -97,6 +98,7 @@ _ENGINE_COUNTERS = (
     ("engine_sample_seconds", "sample_seconds", "time spent sampling"),
     ("engine_send_seconds", "send_seconds", "time spent sending to the detokenizer"),
 )
+_ENGINE_UNSHOWN = ("stop_overrun_rows", "num_ended", "num_flushes", "flushed_blocks")  # counted on over restarts too
 _DETOK_GAUGES = (
     ("detok_states", "num_states", "streams the detokenizer holds"),
     ("detok_lag_steps", "lag_steps", "batches that waited when the detokenizer last drained its inbox"),
@@ -158,7 +160,7 @@ class Metrics(LatencySink):
         self.ended: Counter[str] = Counter()  # finish reasons
         self.engine_stats = EngineStats()
         self.detok_stats = DetokStats()
-        self._engine_counts = Monotonic((*(field for _, field, _ in _ENGINE_COUNTERS), "stop_overrun_rows"))
+        self._engine_counts = Monotonic((*(field for _, field, _ in _ENGINE_COUNTERS), *_ENGINE_UNSHOWN))
         self._detok_counts = Monotonic((*(field for _, field, _ in _DETOK_COUNTERS), "stop_overrun_tokens"))
         self._latency = {
             "time_to_first_token_seconds": Histogram(_SECONDS),
@@ -173,6 +175,7 @@ class Metrics(LatencySink):
         self._ttft = self._latency["time_to_first_token_seconds"].observe
         self._itl = self._latency["inter_token_latency_seconds"].observe
         self._client: ClientCounters | None = None
+        self._flush_waiter: asyncio.Future[None] | None = None  # for the next stats of the engine
         self._gauges: dict[str, tuple[str, Callable[[], float]]] = {}
 
     def watch_client(self, counters: ClientCounters) -> None:
@@ -208,9 +211,27 @@ class Metrics(LatencySink):
         if batch.engine_stats is not None:
             self.engine_stats = batch.engine_stats
             self._engine_counts.update(batch.engine_incarnation, batch.engine_stats)
+            if self._flush_waiter is not None and not self._flush_waiter.done():
+                self._flush_waiter.set_result(None)
         if batch.detok_stats is not None:
             self.detok_stats = batch.detok_stats
             self._detok_counts.update(batch.incarnation, batch.detok_stats)
+
+    @property
+    def num_ended(self) -> float:
+        """Requests of all api processes that the engine has ended."""
+        return self._engine_counts.total("num_ended")
+
+    async def flushed(self, flush: Callable[[], object]) -> int:
+        """Calls `flush` and waits for the engine's word of it; returns how many cached blocks it forgot."""
+        count = self._engine_counts.total
+        num_flushes, num_blocks = count("num_flushes"), count("flushed_blocks")
+        flush()
+        while count("num_flushes") <= num_flushes:
+            if self._flush_waiter is None or self._flush_waiter.done():
+                self._flush_waiter = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._flush_waiter)
+        return int(count("flushed_blocks") - num_blocks)
 
     # ---- asked by a scrape -------------------------------------------------------------------------------
 

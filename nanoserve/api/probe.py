@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from nanoserve.api.engine_client import EngineClient, NewRequest
 from nanoserve.api.errors import from_failure
 from nanoserve.api.stream import Outlet
-from nanoserve.ipc.messages import AbortCause, EmitMode, FinishReason, SamplingParams, TextSpec
-
-_FIRST_OF_ALL = -(2**31)
+from nanoserve.ipc.messages import PROBE_PRIORITY, AbortCause, EmitMode, FinishReason, SamplingParams, TextSpec
 
 
 async def one_token_round(client: EngineClient, prompt_token_ids: Sequence[int]) -> None:
@@ -22,7 +20,7 @@ async def one_token_round(client: EngineClient, prompt_token_ids: Sequence[int])
         prompt_token_ids=list(prompt_token_ids),
         sampling=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
         text=TextSpec(emit=EmitMode.FINAL),
-        priority=_FIRST_OF_ALL,
+        priority=PROBE_PRIORITY,
     )
     stream = client.submit(new, outlet)
     try:

@@ -161,6 +161,7 @@ class ApiProcess:
                 if isinstance(message, TextBatch):
                     client.deliver(message)
                     metrics.note_batch(message)
+                    self.context.admission.drain.note_ended(metrics.num_ended, self.context.clock_s())
                 elif isinstance(message, ApiCall):
                     peers.take_call(message, answer_call)
                 elif isinstance(message, ApiReply):

@@ -7,6 +7,7 @@ However a response ends (done, error, client gone, deadline), `respond` ends its
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -93,9 +94,8 @@ async def _exchange(
 ) -> AsyncIterator[Exchange]:
     """Admits the job and sends its requests; however it ends, those that still live end in the engine too."""
     num_requests = len(job.requests)
-    share_key = given_key(request.headers) if context.fair is not None else None
-    context.admission.admit(num_requests, context.clock_s(), share_key)
-    requests = _with_fair_tags(request, context, job.requests)
+    context.admission.admit(num_requests, context.clock_s())
+    requests = _with_share(request, context, job.requests)
     outlet = Outlet(context.pumps)
     streams: list[RequestStream] = []
     exchange = Exchange(context, job, form, outlet, streams, label=request_label(request))
@@ -106,7 +106,7 @@ async def _exchange(
     finally:
         context.pacer.remove(exchange)
         context.client.abort(streams, AbortCause.CLIENT_GONE)  # only those that still live: the client has gone
-        context.admission.leave(num_requests, context.clock_s(), share_key)
+        context.admission.leave(num_requests)
 
 
 class Writer(Protocol):
@@ -248,8 +248,6 @@ class Exchange:
         return sse.comment(words)
 
     def _take(self, stream: RequestStream) -> Piece:
-        if stream.num_taken == 0 and self._context.fair is not None:
-            self._context.fair.started(stream.request.priority)
         piece = stream.take()
         if piece.finished is not None:
             self._num_ended += 1
@@ -326,13 +324,13 @@ class Exchange:
             writer.cut()
 
 
-def _with_fair_tags(request: web.Request, context: ApiContext, requests: Sequence[NewRequest]) -> Sequence[NewRequest]:
-    """With fair scheduling: priorities by API key; clients without one share a place."""
-    if context.fair is None:
+def _with_share(request: web.Request, context: ApiContext, requests: Sequence[NewRequest]) -> Sequence[NewRequest]:
+    """With fair scheduling: whose share of the engine they take; clients without a key have one together."""
+    if context.config.scheduler.scheduling_policy != "fair":
         return requests
-    key = given_key(request.headers)
-    tag = context.fair.tag
-    return [replace(new, priority=tag(key, len(new.prompt_token_ids) + new.sampling.max_tokens)) for new in requests]
+    key = given_key(request.headers).encode("utf-8", "surrogatepass")
+    share_key = hashlib.sha256(key).hexdigest()[:16]  # the key itself goes no further
+    return [replace(new, share_key=share_key, num_siblings=len(requests)) for new in requests]
 
 
 def _failure_of(piece: Piece, context: ApiContext) -> RequestError | None:

@@ -18,6 +18,7 @@ from nanoserve.errors import RequestError
 from nanoserve.ipc.columns import pack_ids, unpack_ids
 from nanoserve.ipc.ids import api_index, belongs_to_life
 from nanoserve.ipc.messages import (
+    PROBE_PRIORITY,
     AbortCause,
     AbortRequest,
     Accepted,
@@ -34,6 +35,7 @@ from nanoserve.ipc.messages import (
     Resync,
     TokenBatch,
 )
+from nanoserve.sched.fairness import FairShares
 from nanoserve.sched.plan import Executor, StepPlan
 from nanoserve.sched.request import Request, StepOutput
 from nanoserve.sched.scheduler import Scheduler
@@ -98,6 +100,9 @@ class EngineCore:
         self._in_step = False
         self._last_step_failed = False
         self._progress_ns = 0  # when waiting clients were last told
+        limits = scheduler.limits
+        num_places = limits.max_num_seqs + limits.max_num_queued
+        self._shares = FairShares(num_places) if limits.policy == "fair" else None
 
     @property
     def has_work(self) -> bool:
@@ -129,7 +134,9 @@ class EngineCore:
             case Resync():
                 self._resync(message)
             case FlushCache():
-                self.scheduler.tables.pool.forget_free()
+                self.counters.flushed_blocks += self.scheduler.tables.pool.forget_free()
+                self.counters.num_flushes += 1
+                self._builder.stats_due = True
             case ApiGone():
                 self._gone[message.api_index] = message.incarnation
                 self.handle(
@@ -164,9 +171,17 @@ class EngineCore:
         try:
             if (refusal := self._refuse(message)) is not None:
                 raise refusal
+            if self._shares is not None and message.priority != PROBE_PRIORITY:
+                request.priority = self._shares.admit(
+                    request_id,
+                    message.share_key,
+                    len(prompt_ids) + message.sampling.max_tokens,
+                    num_siblings=message.num_siblings,
+                    resumed=bool(output_ids),
+                )
             finished = self.scheduler.add(request, self._clock())
         except RequestError as error:
-            self._finish([self._refusal(message, len(prompt_ids), error)])
+            self._finish([self._refusal(message, len(prompt_ids), error)], num_admitted=0)
             return
         if finished is not None:
             self._finish([finished])
@@ -201,9 +216,12 @@ class EngineCore:
             finished=replay.finished,
         )
 
-    def _finish(self, finished: list[Finished]) -> None:
+    def _finish(self, finished: list[Finished], *, num_admitted: int | None = None) -> None:
+        self.counters.num_ended += len(finished) if num_admitted is None else num_admitted
         for end in finished:
             self.ledger.finish(end)
+            if self._shares is not None:
+                self._shares.end(end.request_id)
         self._builder.extend(finished=finished)
 
     # ---- what goes out -----------------------------------------------------------------------------------
@@ -238,6 +256,9 @@ class EngineCore:
         begin_ns = self._clock()
         plan = self.scheduler.schedule(begin_ns)
         planned_ns = self._clock()
+        if self._shares is not None:
+            for new in plan.new_requests:
+                self._shares.started(new.request_id)
         self._in_step = True
         output = self._execute(plan)
         self._in_step = False

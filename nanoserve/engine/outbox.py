@@ -58,10 +58,13 @@ class BatchBuilder:
         self.rows: list[TokenRow] = []
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.finished: list[Finished] = []
+        self.stats_due = False  # somebody waits for the stats
 
     @property
     def is_empty(self) -> bool:
-        return not (self.accepted or self.opened or self.rows or self.prompt_logprobs or self.finished)
+        return not self.stats_due and not (
+            self.accepted or self.opened or self.rows or self.prompt_logprobs or self.finished
+        )
 
     def extend(
         self,

@@ -16,6 +16,9 @@ class EngineCounters:
     """Totals of one incarnation, beside those that the scheduler keeps."""
 
     dropped_messages: int = 0  # for unknown ids, or repeated
+    num_ended: int = 0  # requests that were admitted
+    num_flushes: int = 0
+    flushed_blocks: int = 0
     stop_overrun_rows: int = 0  # computed for requests that a stop string had ended meanwhile
     step_seconds: float = 0.0
     schedule_seconds: float = 0.0
@@ -47,6 +50,9 @@ class EngineCounters:
             draft_tokens=scheduler.drafter.num_drafts,
             accepted_draft_tokens=scheduler.drafter.num_right,
             stop_overrun_rows=self.stop_overrun_rows,
+            num_ended=self.num_ended,
+            num_flushes=self.num_flushes,
+            flushed_blocks=self.flushed_blocks,
         )
 
 

@@ -20,6 +20,9 @@ import msgspec
 
 PROTOCOL_VERSION = 1
 
+PROBE_PRIORITY = -(2**31)
+"""Of the one-token round that proves the ring: it goes first under every policy, and no full queue refuses it."""
+
 RequestId = NewType("RequestId", int)
 """63 bits: api index, api incarnation, counter (`ipc.ids`). Never reused, never given by a client."""
 
@@ -109,6 +112,8 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
     cache_salt: str = ""
     output_token_ids: bytes = b""  # packed int32
     arrival_ns: int = 0  # CLOCK_MONOTONIC, the same clock in every process of the box
+    share_key: str = ""  # whose share of the engine it takes, with `--scheduling-policy fair`
+    num_siblings: int = 1  # single requests of the same HTTP request, itself among them
 
 
 class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
@@ -126,7 +131,7 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
 
 
 class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag=12, gc=False):
-    """Forget every cached prefix block that no running request holds."""
+    """Forget every cached prefix block that no running request holds. The next stats tell how many there were."""
 
 
 # ---- engine -> detok -------------------------------------------------------------------------------------
@@ -210,6 +215,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     draft_tokens: int = 0  # computed for speculation
     accepted_draft_tokens: int = 0  # of those, the ones that were right
     stop_overrun_rows: int = 0  # rows of a step that ran while the stop string of their request was on its way
+    num_ended: int = 0  # requests that were admitted and have ended
+    num_flushes: int = 0
+    flushed_blocks: int = 0  # cached blocks that they forgot
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):

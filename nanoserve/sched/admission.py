@@ -7,7 +7,7 @@ from itertools import chain
 from math import isfinite
 
 from nanoserve.errors import RequestError
-from nanoserve.ipc.messages import SamplingParams
+from nanoserve.ipc.messages import PROBE_PRIORITY, SamplingParams
 from nanoserve.sched.request import Request
 
 
@@ -24,6 +24,8 @@ class SchedulerLimits:
     vocab_size: int
     policy: str = "fcfs"
     prefix_cache: bool = True
+    prompt_tokens_per_stream: int = 0  # of a step that streams are in, see `sched.budget`; 0: no bound
+    least_prompt_tokens: int = 64  # of such a step, however few streams: with fewer, reading the weights is most of it
     num_draft_tokens: int = 0  # most drafts in a row; 0: no speculation
     shortest_match: int = 3  # ids that must have stood before, so that what followed them is a draft
 
@@ -44,8 +46,8 @@ class SchedulerLimits:
 def check_admissible(request: Request, limits: SchedulerLimits, num_requests: int) -> None:
     """RequestError when this request cannot be served: 400 ever, 503 now. `num_requests` run or wait already.
 
-    A resumed request (it has output) was admitted before, so a full queue does not refuse it. The bound counts
-    running and waiting together, or an engine that begins again could not take back what it had.
+    A resumed request (it has output) was admitted before, so a full queue does not refuse it, nor a probe. The bound
+    counts running and waiting together, or an engine that begins again could not take back what it had.
     """
     prompt_len = request.num_prompt_tokens
     if prompt_len == 0:
@@ -56,7 +58,8 @@ def check_admissible(request: Request, limits: SchedulerLimits, num_requests: in
         message = f"The prompt contains a token id outside the vocabulary: ids are 0 to {limits.vocab_size - 1}."
         raise RequestError(message, param="prompt")
     _check_sampling(request.sampling, limits.vocab_size)
-    if num_requests >= limits.max_num_seqs + limits.max_num_queued and not request.num_output_tokens:
+    has_place = request.num_output_tokens or request.priority == PROBE_PRIORITY
+    if num_requests >= limits.max_num_seqs + limits.max_num_queued and not has_place:
         message = "The engine is currently busy and cannot accept new requests. Please try again later."
         raise RequestError(message, status=503, error_type="service_unavailable_error", code="queue_full")
 

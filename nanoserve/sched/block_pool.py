@@ -144,10 +144,12 @@ class BlockPool:
             block.key, block.parent, block.token_ids = key, parent, _pack(token_ids)
             self._cached[key] = block_id
 
-    def forget_free(self) -> None:
-        """Empties the prefix cache but for blocks that have a holder."""
+    def forget_free(self) -> int:
+        """Empties the prefix cache but for blocks that have a holder; returns how many it forgot."""
+        num_cached = len(self._cached)
         for block_id in self._free:
             self._forget(block_id)
+        return num_cached - len(self._cached)
 
     def _forget(self, block_id: int) -> None:
         block = self._blocks[block_id]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from nanoserve.ipc.messages import PROBE_PRIORITY
 from nanoserve.sched.request import Request
 
 PolicyKey = tuple[int, int, int]
@@ -11,8 +12,8 @@ Policy = Callable[[Request], PolicyKey]
 
 
 def fcfs(request: Request) -> PolicyKey:
-    """First come, first served; `sequence` decides between equal arrivals."""
-    return (0, request.arrival_ns, request.sequence)
+    """First come, first served; `sequence` decides between equal arrivals. Probes of health come first."""
+    return (-(request.priority == PROBE_PRIORITY), request.arrival_ns, request.sequence)
 
 
 def priority(request: Request) -> PolicyKey:

@@ -112,6 +112,7 @@ class FakeRing:
         self.aborted: list[AbortRequest] = []
         self.released: list[int] = []
         self.flushes = 0
+        self.figures = EngineStats()
         self.auto_accept = True
         self.answers_first = True  # the warm-up; else `script` gets it too
         self.changed = asyncio.Condition()
@@ -144,6 +145,7 @@ class FakeRing:
                 self.retell(request_id)
         elif isinstance(message, FlushCache):
             self.flushes += 1
+            self.stats(num_flushes=self.flushes, flushed_blocks=7 * self.flushes)
         elif isinstance(message, Release):
             self.released += message.request_ids
 
@@ -187,6 +189,7 @@ class FakeRing:
         stop_string = fields.pop("stop_string", None)
         record = Finished(request_id=request_id, reason=reason, num_output_tokens=self.sent[request_id], **fields)
         self.send(to=api_index(request_id), finished=[TextFinished(record, stop_string)])
+        self.stats(num_ended=self.figures.num_ended + 1)
 
     def refuse(self, request_id: int, status: int, message: str, **fields: Any) -> None:
         failure = Failure(status=status, message=message, **fields)
@@ -199,7 +202,9 @@ class FakeRing:
         self.finish(add.request_id)
 
     def stats(self, **fields: Any) -> None:
-        self.send(engine_stats=EngineStats(**fields))
+        """New figures of the engine; what is not given stays."""
+        self.figures = msgspec.structs.replace(self.figures, **fields)
+        self.send(engine_stats=self.figures)
 
     def close(self) -> None:
         self._inbox.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanoserve.api.admission import Admission
+from nanoserve.api.admission import Admission, DrainRate
 from nanoserve.api.errors import Unavailable
 
 
@@ -15,7 +15,7 @@ def test_the_limit_counts_single_requests_and_frees_with_them() -> None:
         admission.admit(2, 0.0)
     assert refused.value.status == 503 and refused.value.retry_after_s >= 1
     admission.admit(1, 0.0)
-    admission.leave(3, 1.0)
+    admission.leave(3)
     admission.admit(3, 1.0)
     assert (admission.num_held, admission.num_rejected) == (4, 1)
 
@@ -41,13 +41,19 @@ def test_retry_after_follows_the_measured_rate_within_bounds() -> None:
     admission = Admission(max_running=10, max_queued=100)
     admission.admit(110, 0.0)
     assert admission.retry_after_s(0.0) == 1.0  # nothing is known yet
-    for step in range(20):
-        admission.leave(1, step * 0.5)  # two a second
-        admission.admit(1, step * 0.5)
-    assert 15 <= admission.retry_after_s(10.0) <= 35  # half of the queue, 50 requests, at two a second
+    for step in range(21):
+        admission.drain.note_ended(step, step * 0.5)  # two a second, of all api processes
+    assert 20 <= admission.retry_after_s(10.0) <= 30  # half of the queue, 50 requests, at two a second
     assert admission.retry_after_s(1000.0) == 1.0  # old ends are forgotten
     slow = Admission(max_running=10, max_queued=100_000)
     slow.admit(100_010, 0.0)
     for step in range(3):
-        slow.leave(1, step * 1.0)
+        slow.drain.note_ended(step, step * 1.0)
     assert slow.retry_after_s(3.0) == 60.0
+
+
+def test_many_ends_at_once_are_one_look() -> None:
+    drain = DrainRate()
+    for step in range(10_000):
+        drain.note_ended(step, 1.0 + step * 1e-4)
+    assert len(drain._looks) <= 25 and 9_000 <= drain.per_second(2.0) <= 11_000

@@ -5,7 +5,10 @@ from __future__ import annotations
 import heapq
 from itertools import count
 
-from nanoserve.api.fairness import FairClock
+import pytest
+
+from nanoserve.errors import RequestError
+from nanoserve.sched.fairness import FairClock, FairShares
 
 
 def play(arrivals: list[tuple[int, str, int]]) -> dict[str, list[int]]:
@@ -53,3 +56,30 @@ def test_a_single_key_is_served_in_order() -> None:
     clock = FairClock()
     tags = [clock.tag("", 10) for _ in range(10)]
     assert tags == sorted(tags) and len(set(tags)) == 10
+
+
+def test_a_flood_leaves_places_to_others_and_they_come_back() -> None:
+    shares = FairShares(num_places=12)
+    for request_id in range(6):
+        shares.admit(request_id, "flood", 10)
+    with pytest.raises(RequestError) as refused:
+        shares.admit(6, "flood", 10)
+    assert (refused.value.status, refused.value.code) == (503, "queue_full")
+    for request_id in range(10, 14):  # a third of the places for each of two
+        shares.admit(request_id, "modest", 10)
+    with pytest.raises(RequestError):
+        shares.admit(14, "modest", 10)
+    shares.admit(7, "flood", 10, resumed=True)
+    for request_id in (*range(8), *range(10, 14)):
+        shares.end(request_id)
+        shares.end(request_id)
+    assert not shares._held and not shares._live
+    shares.admit(20, "flood", 10)
+
+
+def test_one_request_of_many_may_pass_the_share() -> None:
+    shares = FairShares(num_places=4)
+    for request_id in range(10):
+        shares.admit(request_id, "a", 1, num_siblings=10)
+    with pytest.raises(RequestError):
+        shares.admit(10, "a", 1)

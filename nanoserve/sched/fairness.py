@@ -1,0 +1,80 @@
+"""Fair shares between API keys: start-time fair queueing (Goyal, Vin, Cheng 1996) over the scheduler's priorities.
+
+Pure; used by `engine.core` with `--scheduling-policy fair`. Each request gets a tag in tokens, and lower tags are
+served first: a key that asks for much gets tags far ahead, one that comes seldom starts at the present. Tags say only
+who goes next, so an idle key saves up nothing and nobody waits while there is room. It lives in the engine because all api
+processes meet there: one clock, one count of places.
+"""
+
+from __future__ import annotations
+
+from nanoserve.errors import RequestError
+
+_MAX_KEYS = 10_000
+
+
+class FairClock:
+    """Virtual time in tokens. Keys that have nothing ahead of the present are forgotten."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._ends: dict[str, int] = {}  # where each key's last request ends
+
+    def tag(self, key: str, num_tokens: int) -> int:
+        """The start tag of a new request of `key` that asks for `num_tokens` (prompt and answer)."""
+        start = max(self._now, self._ends.get(key, 0))
+        self._ends[key] = start + max(num_tokens, 1)
+        if len(self._ends) > _MAX_KEYS:
+            self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+        return start
+
+    def started(self, tag: int) -> None:
+        """A request with this tag is being served: the present is there."""
+        self._now = max(self._now, tag)
+
+
+class FairShares:
+    """Who may have how many of the engine's places, and in which order they are served.
+
+    Of `num_places` k keys that hold some may have 1/(k+1) each, so that whoever comes next finds one.
+    """
+
+    def __init__(self, num_places: int) -> None:
+        self._num_places = num_places
+        self._clock = FairClock()
+        self._held: dict[str, int] = {}  # by key
+        self._live: dict[int, tuple[str, int]] = {}  # request id: its key and tag
+
+    def admit(self, request_id: int, key: str, num_tokens: int, *, num_siblings: int = 1, resumed: bool = False) -> int:
+        """The tag of a new request, which is its priority. RequestError 503 when its key has its share already.
+
+        One HTTP request of many single ones (`num_siblings`) may pass the share of a key that holds nothing else. A
+        resumed request was admitted before.
+        """
+        held = self._held.get(key, 0)
+        num_keys = len(self._held) + (not held)
+        share = max(self._num_places // (num_keys + 1), num_siblings, 1)
+        if held >= share and not resumed:
+            raise RequestError(
+                "This API key has its share of the queue already. Please try again later.",
+                status=503,
+                error_type="service_unavailable_error",
+                code="queue_full",
+            )
+        tag = self._clock.tag(key, num_tokens)
+        self._held[key] = held + 1
+        self._live[request_id] = key, tag
+        return tag
+
+    def started(self, request_id: int) -> None:
+        if request_id in self._live:
+            self._clock.started(self._live[request_id][1])
+
+    def end(self, request_id: int) -> None:
+        """Its place is free; unknown ids are passed over."""
+        if request_id not in self._live:
+            return
+        key, _ = self._live.pop(request_id)
+        self._held[key] -= 1
+        if not self._held[key]:
+            del self._held[key]
