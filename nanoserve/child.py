@@ -30,7 +30,7 @@ from nanoserve.config import ServerConfig
 from nanoserve.errors import NanoserveError, StartupError
 from nanoserve.ipc.channels import Outbox
 from nanoserve.ipc.endpoints import Endpoints
-from nanoserve.ipc.link import Watchdog
+from nanoserve.ipc.link import STANDBY, Watchdog
 from nanoserve.ipc.messages import EngineFacts, Heartbeat, Ready, StartFailed
 from nanoserve.obs.logs import setup_logging, watchdog_file
 from nanoserve.obs.memory import write_ledger
@@ -122,8 +122,8 @@ class Link:
         self._ledger_due = 0.0
         if not self.is_ready:
             # What has been loaded stays for life: out of the collector's sight, so that it never pauses for it.
-            gc.collect()
             gc.freeze()
+            gc.enable()
             self.is_ready = True
 
     def start_failed(self, message: str) -> None:
@@ -169,6 +169,15 @@ def _plant_faults(config: ServerConfig, link: Link) -> None:
         Outbox.tamper = FaultyEdge(faults)
 
 
+def _stand_by(role: str, config: ServerConfig) -> int:
+    """Imports what the role needs, then waits; returns the incarnation that this process is to be."""
+    importlib.import_module(f"nanoserve.{role}.process").preload(config)
+    word = sys.stdin.readline()
+    if not word:
+        sys.exit(0)  # the supervisor ends
+    return int(word)
+
+
 def _run_role(role: str, config: ServerConfig, endpoints: Endpoints, link: Link, options: argparse.Namespace) -> int:
     """Imports the role's module here and nowhere else: api and detok must stay free of torch."""
     if role == "prepare":
@@ -202,10 +211,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     options = _parse(argv)
     die_with_parent(options.parent, options.death_fd)
+    if options.role != "prepare":
+        gc.disable()  # until `Link.ready`: what a start makes stays for life, so the collector would find nothing
     name = f"{options.role}-{options.index}"
-    setproctitle.setproctitle(f"nanoserve: {name}")
     endpoints = Endpoints(run_dir=options.run_dir)
     config = msgspec.json.decode(options.config_file.read_bytes(), type=ServerConfig)
+    if options.incarnation == STANDBY:
+        setproctitle.setproctitle(f"nanoserve: {name}, standby")
+        options.incarnation = _stand_by(options.role, config)
+    setproctitle.setproctitle(f"nanoserve: {name}")
     directory = Path(config.obs.log_dir or endpoints.run_dir)
     setup_logging(name, directory, config.obs.log_level, child=True)
     faulthandler.enable(file=sys.stderr, all_threads=True)

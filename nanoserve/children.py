@@ -1,7 +1,8 @@
 """Starting a child process, and the supervisor's record of one.
 
 Owner: the supervisor process. Children run in sessions of their own, so that Ctrl-C reaches the supervisor alone, and
-hold the read end of one pipe whose write end only the supervisor has: when it is gone, they end.
+hold the read end of one pipe whose write end only the supervisor has: when it is gone, they end. A standby is a child
+that has imported all that its role needs and waits for one word, its incarnation, to be that process (docs/adr/0012).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from nanoserve.config import ServerConfig
 from nanoserve.ipc.endpoints import Endpoints
+from nanoserve.ipc.link import STANDBY
 from nanoserve.ipc.messages import Heartbeat, ProcessFacts
 from nanoserve.obs.logs import log_file
 
@@ -91,6 +93,14 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
+def _begin(standby: subprocess.Popen[bytes], incarnation: int) -> bool:
+    """Gives the word; False where the standby has ended."""
+    assert standby.stdin is not None
+    with contextlib.suppress(BrokenPipeError), standby.stdin as pipe:
+        pipe.write(f"{incarnation}\n".encode())
+    return standby.poll() is None
+
+
 class Spawner:
     """Starts children that all know the same run directory, configuration and listening socket."""
 
@@ -102,13 +112,33 @@ class Spawner:
         self._endpoints = endpoints
         self._listen_socket = listen_socket
         self._death_fd, self._alive_fd = os.pipe()
+        self._standbys: dict[str, subprocess.Popen[bytes]] = {}  # by process name
 
     @property
     def log_dir(self) -> Path:
         return Path(self._config.obs.log_dir or self._endpoints.run_dir)
 
     def start(self, role: str, index: int, incarnation: int, model_dir: str = "") -> Child:
-        """Starts one process; OSError when the system cannot."""
+        """Starts one process, or lets its standby begin; OSError when the system cannot."""
+        name = f"{role}-{index}"
+        standby = self._standbys.pop(name, None)
+        if standby is not None and _begin(standby, incarnation):
+            process = standby
+        else:
+            process = self._popen(role, index, incarnation, model_dir)
+        return Child(
+            role, index, incarnation, process.pid, log_file(self.log_dir, name), process, os.pidfd_open(process.pid)
+        )
+
+    def has_standby(self, name: str) -> bool:
+        """Whether one was started since the last `start`. One that could not live is not tried again and again."""
+        return name in self._standbys
+
+    def keep_standby(self, role: str, index: int, model_dir: str) -> None:
+        """Starts a process that waits to be the next life of this role."""
+        self._standbys[f"{role}-{index}"] = self._popen(role, index, STANDBY, model_dir)
+
+    def _popen(self, role: str, index: int, incarnation: int, model_dir: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "nanoserve.child", role, "--index", str(index)]
         command += ["--incarnation", str(incarnation), "--run-dir", str(self._endpoints.run_dir)]
         command += ["--config-file", str(self._config_file)]
@@ -117,16 +147,13 @@ class Spawner:
         if role == "api" and self._listen_socket is not None:
             command += ["--listen-fd", str(self._listen_socket.fileno())]
             inherited.append(self._listen_socket.fileno())
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if incarnation == STANDBY else subprocess.DEVNULL,
             pass_fds=inherited,
             start_new_session=True,
             env=self._environment(role),
         )
-        pidfd = os.pidfd_open(process.pid)
-        log = log_file(self.log_dir, f"{role}-{index}")
-        return Child(role, index, incarnation, process.pid, log, process, pidfd)
 
     def _environment(self, role: str) -> dict[str, str]:
         """Thread pools: the engine computes, the others must not take cores from it."""
@@ -138,5 +165,9 @@ class Spawner:
         return environment
 
     def close(self) -> None:
+        """Ends the standbys; other children are not touched."""
+        for standby in self._standbys.values():
+            standby.kill()
+            standby.communicate()
         os.close(self._death_fd)
         os.close(self._alive_fd)

@@ -30,6 +30,8 @@ def check_config(config: ServerConfig) -> None:
         raise ConfigError(f"--chat-template {config.model.chat_template}: no such file")
     if (config.processes.role == "all") != (not config.processes.run_dir):
         raise ConfigError("--role api|engine|detok and --run-dir belong together")
+    if config.engine.standby_engine and config.processes.role != "all":
+        raise ConfigError("--standby-engine needs --role all: an engine by itself is restarted by whoever started it")
     if config.api.ssl_keyfile and not config.api.ssl_certfile:
         raise ConfigError("--ssl-keyfile needs --ssl-certfile: without it nothing would be encrypted")
     for text in obs.fault:

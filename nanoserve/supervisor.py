@@ -55,6 +55,7 @@ _log = logging.getLogger(__name__)
 
 EXIT_CHILD_DIED = 70
 _TURN_MS = 500
+_SETTLED_S = 5.0  # an engine that has been ready for so long is given a standby
 _STOP_GRACE_S = 5.0  # for a part that has nothing left to do
 _STOP_ORDER = ("api", "detok", "engine", "prepare")  # against the ring, so that nobody talks to the dead
 
@@ -152,6 +153,7 @@ class Supervisor:
         self._restart_due()
         if self._board.status.stage != "ready" and not self._is_api_alone:
             self._check_start()
+        self._keep_standby()
         if self._children.check_pulses(time.monotonic(), self._config.obs.watchdog_hard):
             self._publish()
 
@@ -178,6 +180,15 @@ class Supervisor:
         for name in self._restarts.take_due(time.monotonic()):
             role, _, index = name.rpartition("-")
             self._spawn(role, int(index))
+
+    def _keep_standby(self) -> None:
+        """Not before the engine has caught up with its streams: importing takes one core for about a second."""
+        engine = self._children.get("engine-0")
+        if not self._config.engine.standby_engine or engine is None or engine.state != READY or not engine.is_ours:
+            return
+        is_settled = time.monotonic() - engine.ready_since >= _SETTLED_S and self._board.status.stage == "ready"
+        if is_settled and not self._spawner.has_standby(engine.name):
+            self._spawner.keep_standby(engine.role, engine.index, self._board.status.model_dir)
 
     def _check_start(self) -> None:
         if time.monotonic() - self._begun > self._config.obs.startup_timeout:

@@ -120,6 +120,15 @@ def serve(core: EngineCore, inbox: SuspectInbox, outbox: Outbox, link: ProcessLi
     core.close()
 
 
+def preload(config: ServerConfig) -> None:
+    """Imports all that a start needs, and nothing else: for a process that waits to take another's place."""
+    if config.is_sim:
+        import nanoserve.runner.sim
+    else:
+        import nanoserve.runner.executor
+        import nanoserve.runner.native.open  # noqa: F401
+
+
 def load_executor(
     config: ServerConfig, model_dir: Path, progress: Callable[[str, float], None]
 ) -> tuple[Executor, EngineFacts, tuple[int, ...]]:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from nanoserve.ipc.messages import EngineFacts
 
+STANDBY = 0  # the incarnation of a process that waits to become one
 EXIT_STREAMS_CUT = 75  # an api returns it from `run` when streams were cut at the end of the drain time
 
 

@@ -14,25 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import StartServer
-from tests.e2e.harness import Server, is_alive, wait_until
+from tests.e2e.harness import Server, children_of, is_alive, wait_until
 
 pytestmark = pytest.mark.slow
 
 PARTS = ("api-0", "detok-0", "engine-0")
-
-
-def processes_of(pid: int) -> list[int]:
-    """Pids of all living children of a launcher, by parent link."""
-    children = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid and fields[0] not in "ZX":
-                children.append(int(entry.name))
-    return children
 
 
 def test_ready_names_every_process_and_prints_a_working_curl(sim_server: Server) -> None:
@@ -123,7 +109,7 @@ def _status(server: Server, path: str) -> int:
 @pytest.mark.rule(3)
 def test_sigkill_of_the_launcher_leaves_no_process(start_server: StartServer) -> None:
     server = start_server("sim")
-    children = processes_of(server.pid)
+    children = children_of(server.pid)
     assert len(children) == 3
     server.send_signal(signal.SIGKILL)
     server.wait_exit()

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import StartServer
-from tests.e2e.harness import Server, is_alive, wait_until
+from tests.e2e.harness import Server, children_of, is_alive, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -153,6 +154,36 @@ def last_words(server: Server) -> str:
     """What the launcher shows of the dead process's log, indented, under its own last line."""
     _, _, shown = server.output.partition("nanoserve ends: ")
     return "\n".join(line for line in shown.splitlines()[1:] if line.startswith("  "))
+
+
+def standby_of(server: Server) -> int | None:
+    """The process that waits to be the engine; its own title names it."""
+    for pid in children_of(server.pid):
+        if b"engine-0, standby" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+    return None
+
+
+def test_a_standby_takes_the_engines_place(start_server: StartServer) -> None:
+    server = start_server("sim", "--sim-step-ms", "10", "--standby-engine")
+    undisturbed = run_streams(server)
+    wait_until(lambda: standby_of(server), 20, "a standby")
+    standby = standby_of(server)
+
+    def disturb(progress: threading.Semaphore) -> None:
+        after_events(progress, 200)
+        kill("engine-0")(server)
+
+    streams = run_streams(server, disturb)
+    assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
+    assert newest_pid(server, "engine-0") == standby
+    wait_until(lambda: standby_of(server), 20, "another standby")
+    os.kill(standby_of(server) or 0, signal.SIGKILL)
+    streams = run_streams(server, disturb)  # one that could not live is missed, not needed
+    assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
+    wait_until(lambda: standby_of(server), 20, "a third one")
+    standby = standby_of(server)
+    assert standby is not None and server.stop() == 0 and not is_alive(standby)
 
 
 def test_too_many_deaths_end_everything_with_an_error_event_and_code_70(start_server: StartServer) -> None:
