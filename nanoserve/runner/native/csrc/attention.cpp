@@ -82,25 +82,25 @@ class SegmentPages {
     int keys_end_ = 0, values_end_ = 0;
 };
 
-// What a block of rows sees of a segment, in tokens from the segment's page `begin` on.
+// What a block of rows sees of a segment: pages begin .. begin+num_pages-1 of it, and tokens counted from there.
 struct View {
     int begin, num_pages;
-    int newest;  // of the block's first row
-    int window;
-    bool whole;  // every row sees every token of these pages
+    int newest;                  // of the block's first row
+    int clean_begin, clean_end;  // pages, from `begin` on, that every row of the block sees whole
+    bool clean() const { return clean_begin == 0 && clean_end >= num_pages; }
 };
 
 View view_of(const Block& block, const Tile& tile, int group, int window, int segment) {
     const int first = tile.first_position + block.row / group;
     const int last = tile.first_position + (block.row + block.rows - 1) / group;
-    const int segment_page = segment * kSegmentPages, oldest = window > 0 ? std::max(0, first - window + 1) : 0;
+    const int segment_page = segment * kSegmentPages;
     View view;
-    view.begin = std::max(0, oldest / kPageTokens - segment_page);
+    view.begin = window > 0 ? std::max(0, std::max(0, first - window + 1) / kPageTokens - segment_page) : 0;
     view.num_pages = std::min(kSegmentPages, last / kPageTokens + 1 - segment_page) - view.begin;
     const int base = (segment_page + view.begin) * kPageTokens;
     view.newest = first - base;
-    view.window = window;
-    view.whole = view.newest >= view.num_pages * kPageTokens - 1 && (window == 0 || last - window + 1 <= base);
+    view.clean_begin = window > 0 ? std::max(0, last - window + kPageTokens - base) / kPageTokens : 0;
+    view.clean_end = std::max(0, view.newest + 1) / kPageTokens;
     return view;
 }
 
@@ -122,25 +122,25 @@ void score(const Block& block, const View& view, int head_dim, bool fetch, Segme
 }
 
 // Softmax of a block's scores: rounded numerators into scratch.probs, each row's exponent and sum into result.
-template <bool MASKED, bool SCALED>
-void soften(const Block& block, const View& view, int group, const SegmentPages& pages,
+template <bool SCALED, bool CLEAN>
+void soften(const Block& block, const View& view, int group, int window, const SegmentPages& pages,
             const AttentionScratch& scratch, const Partial& result) {
     float *most = result.max + block.row, *sum = result.sum + block.row;
     auto each_row = [&](auto&& body) {
-        int newest = view.newest, left = group - block.row % group;
-        for (int i = 0; i < block.rows; ++i) {
-            body(i, view.window > 0 ? newest - view.window + 1 : 0, newest);
-            if (--left == 0) ++newest, left = group;
+        Seen<CLEAN> seen{0, view.newest, view.clean_begin, view.clean_end};
+        for (int i = 0, left = group - block.row % group; i < block.rows; ++i) {
+            if (window > 0) seen.oldest = seen.newest - window + 1;
+            body(i, scratch.scores + i * kSegmentTokens, seen);
+            if (--left == 0) ++seen.newest, left = group;
         }
     };
     // All rows' largest scores first: one row's would wait for its own reduction.
-    each_row([&](int i, int oldest, int newest) {
-        most[i] = std::ceil(
-            largest<MASKED>(scratch.scores + i * kSegmentTokens, view.num_pages, oldest, newest, kNone));
+    each_row([&](int i, const float* scores, const Seen<CLEAN>& seen) {
+        most[i] = std::ceil(largest(scores, view.num_pages, seen, kNone));
     });
-    each_row([&](int i, int oldest, int newest) {
-        sum[i] = numerators<MASKED, SCALED>(scratch.scores + i * kSegmentTokens, scratch.probs + i * kSegmentTokens,
-                                            view.num_pages, oldest, newest, most[i], pages.value_scales + view.begin);
+    each_row([&](int i, const float* scores, const Seen<CLEAN>& seen) {
+        sum[i] = numerators<SCALED>(scores, scratch.probs + i * kSegmentTokens, view.num_pages, seen, most[i],
+                                    pages.value_scales + view.begin);
     });
 }
 
@@ -225,10 +225,9 @@ void attend_segment(const AttentionShape& shape, int window, const uint8_t* laye
         }
         const bool fetch = ahead.tile && block.row == 0 && !pages.packed();
         score(block, view, head_dim, fetch, pages, scratch);
-        if (pages.packed())
-            (view.whole ? soften<false, true> : soften<true, true>)(block, view, group, pages, scratch, result);
-        else
-            (view.whole ? soften<false, false> : soften<true, false>)(block, view, group, pages, scratch, result);
+        const auto function = pages.packed() ? (view.clean() ? soften<true, true> : soften<true, false>)
+                                             : (view.clean() ? soften<false, true> : soften<false, false>);
+        function(block, view, group, window, pages, scratch, result);
         pages.need_values(view.begin, view.begin + view.num_pages);
         weigh(block, view, head_dim, fetch, pages, scratch, values);
     });

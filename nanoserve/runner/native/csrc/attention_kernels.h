@@ -116,34 +116,40 @@ ValuesFunction values_function(int rows, std::integer_sequence<int, ROWS...>) {
     return table[rows - 1];
 }
 
-// Which of a page's 16 tokens are in oldest..newest; both relative to the first page of `scores`.
-inline __mmask16 alive(int page, int oldest, int newest) {
-    const int low = std::clamp(oldest - page * kPageTokens, 0, 16),
-              high = std::clamp(newest + 1 - page * kPageTokens, 0, 16);
-    return static_cast<__mmask16>(((1u << high) - 1) & ~((1u << low) - 1));
-}
+// Which tokens of a row's pages it sees: oldest..newest, relative to the first of these pages. Pages clean_begin ..
+// clean_end-1 are known to be seen whole; with CLEAN all are.
+template <bool CLEAN>
+struct Seen {
+    int oldest, newest, clean_begin, clean_end;
+    bool whole(int page) const { return CLEAN || (page >= clean_begin && page < clean_end); }
+    __mmask16 tokens(int page) const {
+        const int low = std::clamp(oldest - page * kPageTokens, 0, 16),
+                  high = std::clamp(newest + 1 - page * kPageTokens, 0, 16);
+        return static_cast<__mmask16>(((1u << high) - 1) & ~((1u << low) - 1));
+    }
+};
 
 // The largest score of one row over its pages; `none` where all are masked.
-template <bool MASKED>
-float largest(const float* scores, int num_pages, int oldest, int newest, float none) {
+template <bool CLEAN>
+float largest(const float* scores, int num_pages, const Seen<CLEAN>& seen, float none) {
     __m512 top = _mm512_set1_ps(none);
     for (int page = 0; page < num_pages; ++page) {
         const __m512 s = _mm512_loadu_ps(scores + page * kPageTokens);
-        top = MASKED ? _mm512_mask_max_ps(top, alive(page, oldest, newest), top, s) : _mm512_max_ps(top, s);
+        top = seen.whole(page) ? _mm512_max_ps(top, s) : _mm512_mask_max_ps(top, seen.tokens(page), top, s);
     }
     return _mm512_reduce_max_ps(top);
 }
 
 // Softmax numerators of one row, and their sum, lane by lane in order of pages. With value scales (one pointer per
 // page) what is stored is each numerator times its token's scale.
-template <bool MASKED, bool SCALED>
-float numerators(const float* scores, bf16* probs, int num_pages, int oldest, int newest, float most,
+template <bool SCALED, bool CLEAN>
+float numerators(const float* scores, bf16* probs, int num_pages, const Seen<CLEAN>& seen, float most,
                  const float* const* value_scales) {
     const __m512 shift = _mm512_set1_ps(most);
     __m512 total = _mm512_setzero_ps();
-    auto of_page = [&](int page) {
+    auto of_page = [&](int page) __attribute__((always_inline)) {
         __m512 e = exp2_of_negative(_mm512_sub_ps(_mm512_loadu_ps(scores + page * kPageTokens), shift));
-        if (MASKED) e = _mm512_maskz_mov_ps(alive(page, oldest, newest), e);
+        if (!seen.whole(page)) e = _mm512_maskz_mov_ps(seen.tokens(page), e);
         total = _mm512_add_ps(total, e);
         return SCALED ? _mm512_mul_ps(e, _mm512_loadu_ps(value_scales[page])) : e;
     };
