@@ -8,7 +8,7 @@ import msgspec
 
 from nanoserve.config import DetokConfig
 from nanoserve.detok.manager import DetokManager
-from nanoserve.detok.token_table import TokenTable, build_table
+from nanoserve.detok.token_table import _BYTE_OF_CHAR, TokenTable, build_table
 from nanoserve.ipc.columns import pack_ids, unpack_ids
 from nanoserve.ipc.messages import (
     AbortCause,
@@ -25,6 +25,9 @@ from nanoserve.ipc.messages import (
     TokenText,
 )
 from nanoserve.tokenizer import Tokenizer
+from tests.unit.detok_tokenizers import byte_level
+
+TOKENIZER = byte_level()
 
 _tables: dict[int, TokenTable | None] = {}
 _encode_spec = msgspec.msgpack.Encoder().encode
@@ -254,3 +257,28 @@ class Ring:
 
     def of(self, request_id: int) -> Received:
         return self.api.received[request_id]
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def byte_ids(raw: bytes) -> list[int]:
+    """One token per byte."""
+    spelled = {value: char for char, value in _BYTE_OF_CHAR.items()}
+    return [TOKENIZER.token_to_id(spelled[value]) or 0 for value in raw]
+
+
+def run_one(token_ids: list[int], spec: TextSpec, sizes: list[int] | int = 1, **more: object) -> Ring:
+    """One request through a fresh ring, its ids in chunks of these sizes."""
+    ring = Ring(TOKENIZER)
+    ring.engine.add(1, token_ids, spec, **more)
+    for size in sizes if isinstance(sizes, list) else []:
+        ring.step(size)
+    ring.run(sizes if isinstance(sizes, int) else 1)
+    return ring
+
+
+def word(text: str) -> list[int]:
+    """The pieces of `text` as single-character tokens, so that a stop string is never one token."""
+    return byte_ids(text.encode())
