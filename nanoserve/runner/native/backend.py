@@ -6,7 +6,6 @@ and after preemption: every kernel adds a row's terms in one fixed order (csrc/g
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 from collections.abc import Callable, Mapping
@@ -148,8 +147,10 @@ class NativeBackend:
             self._model = None
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # a constructor that raised
+        try:  # noqa: SIM105 - the name contextlib may be empty by now
             self.close()
+        except AttributeError:  # a constructor that raised, or the end of the interpreter
+            pass
 
     def _run(self, batch: ForwardBatch, logits: int) -> None:
         assert self._kv is not None and self._model is not None, "allocate_kv comes first, close last"
