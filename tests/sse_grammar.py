@@ -55,7 +55,7 @@ class SseParser:
         self.is_done = False
         self._named = named
         self._rest = b""
-        self._last_id = -1
+        self._last_id = ("", -1)
 
     def feed(self, data: bytes) -> list[Event]:
         *blocks, self._rest = (self._rest + data).split(b"\n\n")
@@ -82,8 +82,10 @@ class SseParser:
         assert "data" in fields and ("event" in fields) == self._named, f"not an event: {block[:200]}"
         event = Event(fields["data"], fields.get("event"), fields.get("id"))
         if event.id is not None:
-            assert event.id.isdigit() and int(event.id) >= self._last_id, f"ids go backwards: {event.id}"
-            self._last_id = int(event.id)
+            name, _, number = event.id.rpartition(":")
+            assert number.isdigit() and self._last_id[0] in ("", name), f"not an id of this stream: {event.id}"
+            assert int(number) > self._last_id[1], f"ids do not grow: {event.id}"
+            self._last_id = (name, int(number))
         if event.data == DONE and not self._named:
             self.is_done = True
         else:
@@ -181,6 +183,7 @@ def check_error(body: Any) -> None:
     assert isinstance(error["message"], str) and 0 < len(error["message"]) <= 2000
     assert isinstance(error["type"], str) and (error["param"] is None or isinstance(error["param"], str))
     assert isinstance(error["code"], int) and 400 <= error["code"] < 600
+    assert error["code"] >= 500 or "engine" not in error["message"].lower(), "a client's mistake is not the engine's"
     assert len(json.dumps(body)) < 8192
 
 

@@ -15,6 +15,7 @@ from nanoserve.config import ApiConfig
 from nanoserve.errors import StartupError
 from nanoserve.listening import listen_unix, listening
 from tests.conftest import StartServer
+from tests.sse_grammar import read_stream
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +37,7 @@ def test_a_server_on_a_unix_socket(start_server: StartServer, tmp_path: Path) ->
     connection = UnixConnection(path)
     body = json.dumps({"prompt": "over a path", "max_tokens": 3, "stream": True})
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-    assert connection.getresponse().read().endswith(b"data: [DONE]\n\n")
+    assert read_stream(connection.getresponse().read(), chat=False).choices[0].reason == "length"
     connection.close()
     assert f"--unix-socket {path} http://localhost" in server.output
 

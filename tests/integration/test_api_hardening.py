@@ -19,6 +19,7 @@ from nanoserve.errors import RequestError
 from nanoserve.ipc.columns import pack_ids
 from nanoserve.ipc.messages import AddRequest
 from tests.integration.api_ring import Api, loaded_api
+from tests.integration.event_reader import EventReader
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -140,8 +141,9 @@ async def test_a_stream_is_resumed_only_with_the_key_that_began_it(tmp_path: Pat
         body = {"prompt": "x", "stream": True, "max_tokens": 9}
         one = {"Authorization": "Bearer one"}
         async with api.http.post(api.url + COMPLETIONS, json=body, headers=one) as response:
-            event = await asyncio.wait_for(response.content.readuntil(b"\n\n"), 10)
-        event_id = event.split(b"\n")[0].removeprefix(b"id: ").decode().rpartition(":")[0] + ":0"
+            event = await EventReader(response).next()
+        assert event.id is not None
+        event_id = event.id.rpartition(":")[0] + ":0"
         resume = {"Last-Event-ID": event_id}
         for path in ("/health", "/metrics", "/ping", "/ready"):  # open paths
             async with api.http.get(api.url + path, headers=resume) as response:

@@ -55,6 +55,7 @@ async def test_responses_fail_with_their_own_event(api: Api) -> None:
     data = await _stream(api, "/v1/responses", {"input": "x", "max_output_tokens": 3})
     parser = SseParser(named=True)
     events = [event.json for event in parser.feed(data)]
+    parser.close()
     assert events[-1]["type"] == "response.failed" and events[-1]["response"]["status"] == "failed"
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert b"[DONE]" not in data
@@ -65,6 +66,7 @@ async def test_messages_fail_with_their_own_event(api: Api) -> None:
     data = await _stream(api, "/v1/messages", {"messages": HI, "max_tokens": 3})
     parser = SseParser(named=True)
     events = [event.json for event in parser.feed(data)]
+    parser.close()
     assert events[0]["type"] == "message_start"
     assert events[-1]["type"] == "error" and events[-1]["error"]["type"] == "api_error"
     assert b"[DONE]" not in data and b"message_stop" not in data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tests.integration.api_ring import (
     running_api,
     write_model,
 )
+from tests.integration.event_reader import EventReader
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -34,6 +34,7 @@ def idle(_: AddRequest) -> None:
     """A script that leaves the request to the test."""
 
 
+@pytest.mark.rule(2, 77)
 async def test_answers_while_loading_and_turns_ready_with_the_ring(tmp_path: Path) -> None:
     async with running_api() as api:
         api.ring.status(stage="loading weights", progress=0.5)
@@ -53,6 +54,7 @@ async def test_answers_while_loading_and_turns_ready_with_the_ring(tmp_path: Pat
         await api.ring.until(lambda: api.ring.released == [api.ring.added[0].request_id])
 
 
+@pytest.mark.rule(65, 67, 72)
 async def test_first_frame_reaches_the_client_when_one_token_exists(api: Api) -> None:
     api.ring.script = idle
     async with asyncio.timeout(10):
@@ -66,14 +68,16 @@ async def test_first_frame_reaches_the_client_when_one_token_exists(api: Api) ->
         response = await request
         assert response.headers["Content-Type"].startswith("text/event-stream")
         assert response.headers["X-Accel-Buffering"] == "no" and response.headers["Cache-Control"] == "no-cache"
-        lines = [json.loads((await response.content.readuntil(b"\n\n"))[6:]) for _ in range(2)]
+        reader = EventReader(response)
+        lines = [await reader.next_json() for _ in range(2)]
         assert lines[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
         assert lines[1]["choices"][0]["delta"] == {"content": "A"}
         assert api.ring.sent[add.request_id] == 1
         api.ring.finish(add.request_id)
-        assert parse_events(await response.content.read())[0]["choices"][0]["finish_reason"] == "length"
+        assert (await reader.rest_json())[0]["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.rule(73)
 async def test_hang_up_while_streaming_aborts_at_once(api: Api) -> None:
     api.ring.script = idle
     body = {"prompt": "x", "max_tokens": 50, "stream": True}
@@ -81,9 +85,10 @@ async def test_hang_up_while_streaming_aborts_at_once(api: Api) -> None:
     add = await api.ring.next_added()
     api.ring.token(add.request_id, "a")
     response = await request
-    await response.content.readuntil(b"\n\n")
+    reader = EventReader(response)
+    assert (await reader.next_json())["choices"][0]["text"] == "a"
     api.ring.token(add.request_id, "b")
-    await response.content.readuntil(b"\n\n")
+    assert (await reader.next_json())["choices"][0]["text"] == "b"
     response.close()
     await api.ring.until(lambda: api.ring.aborted)  # no further token was needed to notice
     assert api.ring.aborted[0].request_ids == [add.request_id]
@@ -96,6 +101,7 @@ async def test_hang_up_while_streaming_aborts_at_once(api: Api) -> None:
     assert api.process.context.client.counters.late_rows == 1
 
 
+@pytest.mark.rule(73)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_hang_up_before_the_first_token_aborts(api: Api, stream: bool) -> None:
     api.ring.script = idle
@@ -116,6 +122,7 @@ async def _settled(api: Api) -> bool:
     return False
 
 
+@pytest.mark.rule(65)
 async def test_refusal_by_the_engine_is_a_status_even_when_streaming(api: Api) -> None:
     api.ring.auto_accept = False
     api.ring.script = lambda add: api.ring.refuse(add.request_id, 400, "This can never fit.")
@@ -129,6 +136,7 @@ async def test_refusal_by_the_engine_is_a_status_even_when_streaming(api: Api) -
     }
 
 
+@pytest.mark.rule(14)
 async def test_retry_after_of_a_full_engine_follows_the_measured_rate(api: Api) -> None:
     for _ in range(4):
         await api.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1})
@@ -146,6 +154,7 @@ async def test_retry_after_of_a_full_engine_follows_the_measured_rate(api: Api) 
         assert int(response.headers["Retry-After"]) <= 2
 
 
+@pytest.mark.rule(70)
 async def test_failure_after_the_first_byte_is_an_event_then_done(api: Api) -> None:
     api.ring.script = idle
     request = asyncio.create_task(api.http.post(api.url + COMPLETIONS, json={"prompt": "x", "stream": True}))
@@ -161,6 +170,7 @@ async def test_failure_after_the_first_byte_is_an_event_then_done(api: Api) -> N
     assert (await api.post(COMPLETIONS, {"prompt": "x", "max_tokens": 2}))[1]["choices"][0]["text"] == "aa"
 
 
+@pytest.mark.rule(40)
 async def test_repeats_are_dropped_and_a_gap_is_asked_for(api: Api) -> None:
     def script(add: AddRequest) -> None:
         rid = add.request_id
@@ -196,8 +206,8 @@ async def test_a_new_engine_gets_live_requests_with_their_ids(api: Api) -> None:
     request = asyncio.create_task(api.http.post(api.url + COMPLETIONS, json=body))
     add = await api.ring.next_added()
     api.ring.token(add.request_id, "ab")
-    response = await request
-    await response.content.readuntil(b"\n\n")
+    reader = EventReader(await request)
+    await reader.next()
     api.ring.engine_incarnation = 2
     api.ring.status(stage="ready", processes=[ProcessFacts("engine-0", 1, 2, "ready")])
     await api.ring.until(lambda: len(api.ring.added) == 3)
@@ -206,22 +216,24 @@ async def test_a_new_engine_gets_live_requests_with_their_ids(api: Api) -> None:
     assert unpack_ids(again.output_token_ids) == [ord("a"), ord("b")]
     api.ring.token(add.request_id, "abcde", at=0)
     api.ring.finish(add.request_id)
-    events = parse_events(await response.content.read())
+    events = await reader.rest_json()
     assert "".join(e["choices"][0]["text"] for e in events) == "cde"
 
 
+@pytest.mark.rule(70)
 async def test_failed_server_ends_every_stream(api: Api) -> None:
     api.ring.script = lambda add: api.ring.token(add.request_id, "ab")
     request = asyncio.create_task(api.http.post(api.url + COMPLETIONS, json={"prompt": "x", "stream": True}))
-    response = await request
-    await response.content.readuntil(b"\n\n")
+    reader = EventReader(await request)
+    await reader.next()
     api.ring.status(stage="failed", failed="engine-0 crashed too often")
-    events = parse_events(await response.content.read())
+    events = await reader.rest_json()
     assert events[-1]["error"]["code"] == 503
     assert (await api.post(COMPLETIONS, {"prompt": "x"}))[0] == 503
     assert (await api.get("/health"))[0] == 503
 
 
+@pytest.mark.rule(76)
 async def test_drain_lets_streams_finish_and_refuses_new_ones(tmp_path: Path) -> None:
     async with loaded_api(tmp_path) as api:
         api.ring.script = idle
@@ -251,6 +263,7 @@ async def test_a_stop_before_the_ring_has_turned_cuts_no_stream(tmp_path: Path) 
         await api.ring.until(lambda: len(api.ring.aborted) == 1)
 
 
+@pytest.mark.rule(76)
 async def test_drain_timeout_gives_an_error_event(tmp_path: Path) -> None:
     config = ServerConfig(api=ApiConfig(drain_timeout=0.1))
     async with loaded_api(tmp_path, config) as api:
@@ -261,6 +274,7 @@ async def test_drain_timeout_gives_an_error_event(tmp_path: Path) -> None:
         assert events[-1]["error"]["code"] == 503
 
 
+@pytest.mark.rule(75)
 async def test_slow_reader_gets_merged_text_and_holds_nobody(api: Api) -> None:
     """While a client does not read, its pieces merge; what it then reads is whole."""
     api.ring.script = idle
@@ -276,6 +290,7 @@ async def test_slow_reader_gets_merged_text_and_holds_nobody(api: Api) -> None:
     assert len(events) <= 9
 
 
+@pytest.mark.rule(71)
 async def test_keep_alive_comment_sends_headers_early(tmp_path: Path) -> None:
     config = ServerConfig(api=ApiConfig(sse_keep_alive=0.05))
     async with loaded_api(tmp_path, config) as api:
@@ -283,13 +298,14 @@ async def test_keep_alive_comment_sends_headers_early(tmp_path: Path) -> None:
         body = {"prompt": "x", "stream": True}
         request = asyncio.create_task(api.http.post(api.url + COMPLETIONS, json=body))
         add = await api.ring.next_added()
-        response = await asyncio.wait_for(request, 5)  # no token yet, but the request is accepted
-        assert (await response.content.readuntil(b"\n\n")).startswith(b": ")
+        reader = EventReader(await asyncio.wait_for(request, 5))  # no token yet, but the request is accepted
+        await reader.until_comment()
         api.ring.token(add.request_id, "a")
         api.ring.finish(add.request_id)
-        assert parse_events(await response.content.read())[0]["choices"][0]["text"] == "a"
+        assert (await reader.rest_json())[0]["choices"][0]["text"] == "a"
 
 
+@pytest.mark.rule(65)
 async def test_headers_wait_for_admission(tmp_path: Path) -> None:
     config = ServerConfig(api=ApiConfig(sse_keep_alive=0.05))
     async with loaded_api(tmp_path, config) as api:
@@ -328,14 +344,13 @@ async def test_waiting_clients_are_told_their_place_and_the_progress_of_their_pr
         api.ring.script = idle
         request = asyncio.create_task(api.http.post(api.url + COMPLETIONS, json={"prompt": "x" * 30, "stream": True}))
         add = await api.ring.next_added()
-        response = await request
+        reader = EventReader(await request)
         for accepted, words in (
-            (Accepted(add.request_id, 3), b": queued position=3 eta="),
-            (Accepted(add.request_id, 0, 16), b": prefill 16/30\n\n"),
+            (Accepted(add.request_id, 3), "queued position=3 eta="),
+            (Accepted(add.request_id, 0, 16), "prefill 16/30"),
         ):
             api.ring.send(accepted=[accepted])
-            while not (comment := await response.content.readuntil(b"\n\n")).startswith(words):
-                assert comment.startswith(b": ")
+            await reader.until_comment(words)
         api.ring.token(add.request_id, "a")
         api.ring.finish(add.request_id)
-        assert parse_events(await response.content.read())[0]["choices"][0]["text"] == "a"
+        assert (await reader.rest_json())[0]["choices"][0]["text"] == "a"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from nanoserve.api.resume import EventLog
 from nanoserve.config import ApiConfig, ServerConfig
 from nanoserve.errors import RequestError
 from tests.integration.api_ring import Api, loaded_api
+from tests.integration.event_reader import EventReader
+from tests.sse_grammar import Event
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "x", "max_tokens": 50, "stream": True}
@@ -26,20 +27,9 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         yield running
 
 
-async def read_event(response: Any) -> tuple[str, Any]:
-    """Id and payload of the next event."""
-    block = (await response.content.readuntil(b"\n\n")).decode()
-    head, _, data = block.strip().partition("\n")
-    assert head.startswith("id: ") and data.startswith("data: "), block
-    payload = data[6:]
-    return head[4:], payload if payload == "[DONE]" else json.loads(payload)
-
-
-async def rest_of(response: Any) -> list[tuple[str, Any]]:
-    events = []
-    while not events or events[-1][1] != "[DONE]":
-        events.append(await read_event(response))
-    return events
+def number_of(event: Event) -> int:
+    assert event.id is not None
+    return int(event.id.rpartition(":")[2])
 
 
 async def start(api: Api, text: str) -> tuple[Any, int]:
@@ -53,29 +43,30 @@ async def start(api: Api, text: str) -> tuple[Any, int]:
 
 async def test_a_dropped_stream_goes_on_where_it_was(api: Api) -> None:
     response, request_id = await start(api, "abc")
-    seen = ""
+    seen, reader = "", EventReader(response)
     while len(seen) < 2:
-        last_id, event = await read_event(response)
-        seen += event["choices"][0]["text"]
+        last = await reader.next()
+        seen += last.json["choices"][0]["text"]
+    assert last.id is not None
     response.close()
     api.ring.token(request_id, "de")  # made while nobody listens
     await asyncio.sleep(0.1)
     assert not api.ring.aborted
-    response = await api.http.post(api.url + COMPLETIONS, json=BODY, headers={"Last-Event-ID": last_id})
+    response = await api.http.post(api.url + COMPLETIONS, json=BODY, headers={"Last-Event-ID": last.id})
     api.ring.token(request_id, "f")
     api.ring.finish(request_id)
-    events = await rest_of(response)
-    assert seen + "".join(event["choices"][0]["text"] for _, event in events[:-1]) == "abcdef"
-    numbers = [int(event_id.rpartition(":")[2]) for event_id, _ in events]
-    assert numbers == list(range(int(last_id.rpartition(":")[2]) + 1, numbers[-1] + 1))
+    events = await EventReader(response).rest()
+    assert seen + "".join(event.json["choices"][0]["text"] for event in events[:-1]) == "abcdef"
+    numbers = [number_of(event) for event in events]
+    assert numbers == list(range(number_of(last) + 1, numbers[-1] + 1))
     # the whole of it can be had again within the grace time
-    again = await api.http.get(api.url + "/v1/any", headers={"Last-Event-ID": last_id.rpartition(":")[0] + ":0"})
-    assert (await rest_of(again))[-1][0] == events[-1][0]
+    again = await api.http.get(api.url + "/v1/any", headers={"Last-Event-ID": last.id.rpartition(":")[0] + ":0"})
+    assert (await EventReader(again).rest())[-1].id == events[-1].id
 
 
 async def test_nobody_comes_back_so_the_request_ends(api: Api) -> None:
     response, request_id = await start(api, "abc")
-    await read_event(response)
+    await EventReader(response).next()
     response.close()
     await api.ring.until(lambda: api.ring.aborted)
     assert api.ring.aborted[0].request_ids == [request_id]

@@ -14,7 +14,9 @@ import aiohttp
 import pytest
 
 from nanoserve.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig, SimConfig
+from tests.integration.event_reader import EventReader
 from tests.integration.ring import Ring, running_ring, wait_until
+from tests.sse_grammar import read_stream
 
 pytestmark = pytest.mark.slow
 
@@ -31,10 +33,6 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ring]:
         yield running
 
 
-def _events(lines: list[bytes]) -> list[dict[str, Any]]:
-    return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
-
-
 @pytest.mark.rule(72)
 async def test_the_first_frame_arrives_when_one_token_exists(ring: Ring) -> None:
     """`max_tokens=16` and a gate that lets one step through: the text of token 1 must reach the client."""
@@ -45,14 +43,13 @@ async def test_the_first_frame_arrives_when_one_token_exists(ring: Ring) -> None
         ring.gate.let_through(1)
         async with await asyncio.wait_for(post, 20) as response:
             assert response.status == 200
-            line = b""
-            while not line.startswith(b"data: "):
-                line = await asyncio.wait_for(response.content.readline(), 20)
-            assert json.loads(line[6:])["choices"][0]["text"]
+            reader = EventReader(response)
+            first = await reader.next_json()
+            assert first["choices"][0]["text"]
             assert ring.executor.tokens[ring.executor.last_request_id] == 1
             ring.gate.open()
-            rest = (await response.read()).splitlines()
-    text = "".join(event["choices"][0]["text"] for event in _events([line, *rest]))
+            events = [first, *await reader.rest_json()]
+    text = "".join(event["choices"][0]["text"] for event in events)
     assert text.startswith("Good day to you")
     assert ring.executor.tokens[ring.executor.last_request_id] == 16
 
@@ -110,9 +107,10 @@ async def _one(session: aiohttp.ClientSession, ring: Ring, draw: random.Random) 
     abort = draw.random() < 1 / 3
     if not abort:
         async with session.post(ring.base_url + path, json=body) as response:
-            text = await response.text()
+            data = await response.read()
             if response.status == 200 and body["stream"]:
-                assert text.endswith("data: [DONE]\n\n")
+                num_choices = body.get("n", 1) * (len(body["prompt"]) if "prompt" in body else 1)
+                read_stream(data, chat="messages" in body, num_choices=num_choices)
             return str(response.status)
 
     async def read() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoserve.api import sse
 from nanoserve.errors import RequestError
+from tests.sse_grammar import SseParser
 
 
 def frames(kind: type[sse.ChatFrames] | type[sse.CompletionFrames]) -> sse.ChatFrames | sse.CompletionFrames:
@@ -17,9 +16,8 @@ def frames(kind: type[sse.ChatFrames] | type[sse.CompletionFrames]) -> sse.ChatF
 
 
 def decode(frame: bytes) -> dict[str, object]:
-    assert frame.startswith(b"data: ") and frame.endswith(b"\n\n") and frame.count(b"\n") == 2
-    value: dict[str, object] = json.loads(frame[6:])
-    return value
+    (event,) = SseParser().feed(frame)
+    return event.json
 
 
 @pytest.mark.rule(66)

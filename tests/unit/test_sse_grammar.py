@@ -53,7 +53,10 @@ def test_our_own_frames_pass_in_pieces_of_any_size(size: int) -> None:
         b"event: x\n\ndata: [DONE]\n\n",
         b"data: [DONE]\r\n\r\n",
         b'data: {"a": 1}\n',
-        b'id: 2\ndata: {"a": 1}\n\nid: 1\ndata: [DONE]\n\n',
+        b'id: s:2\ndata: {"a": 1}\n\nid: s:1\ndata: [DONE]\n\n',
+        b'id: s:2\ndata: {"a": 1}\n\nid: s:2\ndata: [DONE]\n\n',
+        b'id: s:1\ndata: {"a": 1}\n\nid: t:2\ndata: [DONE]\n\n',
+        b'id: s\ndata: {"a": 1}\n\ndata: [DONE]\n\n',
         b"hello",
     ],
 )
