@@ -48,6 +48,7 @@ def _check_ranges(config: ServerConfig) -> None:
         ("sim_token_us", config.sim.sim_token_us, 0),
         ("engine_threads", config.engine.engine_threads, 0),
         ("max_num_seqs", config.scheduler.max_num_seqs, 1),
+        ("prompt_tokens_per_stream", config.scheduler.prompt_tokens_per_stream, 0),
         ("max_num_queued", config.scheduler.max_num_queued, 0),
         ("speculative_num_tokens", config.scheduler.speculative_num_tokens, 0),
         ("speculative_ngram_min", config.scheduler.speculative_ngram_min, 1),

@@ -32,6 +32,7 @@ HEARTBEAT_NS = 1_000_000_000
 # first step with a new shape may compile or fault memory in.
 STEP_LIMIT_S = 10.0
 TOKEN_LIMIT_S = 0.05
+CPU_PROMPT_TOKENS_PER_STREAM = 4
 
 
 class WatchedExecutor:
@@ -157,6 +158,12 @@ def scheduler_limits(config: SchedulerConfig, facts: EngineFacts) -> SchedulerLi
         vocab_size=facts.vocab_size,
         policy=config.scheduling_policy,
         prefix_cache=config.prefix_cache,
+        prompt_tokens_per_stream=config.prompt_tokens_per_stream or _prompt_tokens_per_stream(facts),
         num_draft_tokens=config.speculative_num_tokens,
         shortest_match=config.speculative_ngram_min,
     )
+
+
+def _prompt_tokens_per_stream(facts: EngineFacts) -> int:
+    """On a CPU a token more takes a step longer from the first on; a GPU computes hundreds for little more than one."""
+    return CPU_PROMPT_TOKENS_PER_STREAM if facts.device == "cpu" else 0

@@ -63,6 +63,16 @@ class Request:
     def wants_prompt_scores(self) -> bool:
         return self.sampling.prompt_logprobs is not None and not self.prompt_scores_done
 
+    def take_prompt_scores(self, scores: list[TokenScores]) -> list[PromptScoreRow]:
+        """Gathers a chunk's scores; they come back whole, once, with the chunk that completes them."""
+        num_scores = self.num_prompt_tokens - 1
+        self.prompt_scores += scores
+        if self.num_computed_tokens < num_scores:
+            return []
+        assert len(self.prompt_scores) == num_scores, f"{len(self.prompt_scores)} scores of {num_scores}"
+        whole, self.prompt_scores, self.prompt_scores_done = self.prompt_scores, [], True
+        return [PromptScoreRow(self.request_id, self.token_ids[: self.num_prompt_tokens], whole)]
+
 
 class TokenRow(msgspec.Struct, gc=False):
     """New output tokens of one request; `scores` has one entry per token where they were asked for.

@@ -23,10 +23,11 @@ from nanoserve.ipc.messages import AbortCause, Failure, Finished, FinishReason
 from nanoserve.sched.admission import SchedulerLimits, check_admissible
 from nanoserve.sched.block_pool import BlockKey
 from nanoserve.sched.block_tables import BlockTables
+from nanoserve.sched.budget import StepBudget
 from nanoserve.sched.drafts import Drafter
 from nanoserve.sched.plan import NewRequest, PlanRow, StepPlan, StepResult
 from nanoserve.sched.policy import POLICIES, victim
-from nanoserve.sched.request import PromptScoreRow, Request, RequestStatus, StepOutput, TokenRow
+from nanoserve.sched.request import Request, RequestStatus, StepOutput, TokenRow
 from nanoserve.sched.stop import Stop, find_stop, suppressed_ids
 
 # A waiting request that does not fit lets smaller ones pass, this often; then it holds the queue until it fits.
@@ -147,7 +148,8 @@ class Scheduler:
         assert self._in_flight is None, "the last step was not updated"
         plan = StepPlan(self._num_steps + 1, [], [], [])
         preemptions = self.counters.preemptions
-        budget = self._schedule_running(plan)
+        budget = StepBudget.of_step(self.limits, self._running.values(), len(self._waiting))
+        self._schedule_running(plan, budget)
         if self.counters.preemptions == preemptions:
             self._schedule_waiting(plan, budget, now_ns)
             self.drafter.add_drafts(plan.rows, self._running, self.tables, self.limits.max_num_batched_tokens)
@@ -181,32 +183,30 @@ class Scheduler:
             finished=[self._end(request, FinishReason.ERROR, now_ns, failure=failure) for request in rows]
         )
 
-    def _schedule_running(self, plan: StepPlan) -> int:
-        """Rows for the running requests; returns the tokens that are left.
+    def _schedule_running(self, plan: StepPlan, budget: StepBudget) -> None:
+        """Rows for the running requests.
 
         They began in this order only when tokens were left over, so at most the last of them is in the middle of
         its prompt, and a long prompt never takes the token of a stream that is under way.
         """
-        budget = self.limits.max_num_batched_tokens
         for request in list(self._running.values()):
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for one before it
-            if budget == 0:
-                break
-            num_tokens = min(len(request.token_ids) - request.num_computed_tokens, budget)
+            num_tokens = budget.grant(len(request.token_ids) - request.num_computed_tokens)
+            if num_tokens == 0:
+                continue
             while (new_block_ids := self.tables.grow(request, num_tokens)) is None:
-                budget += self._preempt(victim(self._running.values(), self._policy), plan)
+                budget.give_back(self._preempt(victim(self._running.values(), self._policy), plan))
                 if request.status is not RequestStatus.RUNNING:
                     break  # it was the last in line itself
             else:
                 plan.rows.append(_plan_row(request, num_tokens, new_block_ids))
-                budget -= num_tokens
-        return budget
+                budget.take(num_tokens)
 
-    def _schedule_waiting(self, plan: StepPlan, budget: int, now_ns: int) -> None:
+    def _schedule_waiting(self, plan: StepPlan, budget: StepBudget, now_ns: int) -> None:
         keys_in_step = self._keys_in_step(plan)
         index = misfits = 0
-        while budget > 0 and len(self._running) < self.limits.max_num_running:
+        while budget.prompts > 0 and len(self._running) < self.limits.max_num_running:
             if index >= min(len(self._waiting), MAX_PASSED_PER_STEP):
                 break
             request = self._waiting[index]
@@ -226,10 +226,10 @@ class Scheduler:
                 passed.num_bypasses += 1
             del self._waiting[index]
             plan.new_requests.append(self._start(request, now_ns))
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget.prompts)
             plan.rows.append(_plan_row(request, num_tokens, list(request.block_ids)))
             keys_in_step.update(self.tables.keys_in_step(request, num_tokens))
-            budget -= num_tokens
+            budget.take(num_tokens)
 
     def _keys_in_step(self, plan: StepPlan) -> set[BlockKey]:
         """Keys of the blocks that the rows planned so far fill."""
@@ -295,7 +295,7 @@ class Scheduler:
         drafts = row.draft_token_ids
         request.num_computed_tokens = row.start + row.num_tokens - len(drafts)
         if request.wants_prompt_scores:
-            _collect_prompt_scores(request, row, result, output)
+            output.prompt_scores += request.take_prompt_scores(result.prompt_scores.get(row.request_id, []))
         sampling, stop = request.sampling, None
         if new_ids:
             first_index = len(request.token_ids) - request.num_prompt_tokens
@@ -387,14 +387,3 @@ def _plan_row(request: Request, num_tokens: int, new_block_ids: list[int]) -> Pl
     start = request.num_computed_tokens
     samples = start + num_tokens == len(request.token_ids) and request.max_output_tokens > 0
     return PlanRow(request.request_id, start, num_tokens, new_block_ids, samples)
-
-
-def _collect_prompt_scores(request: Request, row: PlanRow, result: StepResult, output: StepOutput) -> None:
-    """Gathers a chunk's scores; they go out whole, with the chunk that completes them."""
-    num_scores = request.num_prompt_tokens - 1
-    request.prompt_scores += result.prompt_scores.get(row.request_id, [])
-    if request.num_computed_tokens >= num_scores:
-        assert len(request.prompt_scores) == num_scores, f"{len(request.prompt_scores)} scores of {num_scores}"
-        prompt = request.token_ids[: request.num_prompt_tokens]
-        output.prompt_scores.append(PromptScoreRow(request.request_id, prompt, request.prompt_scores))
-        request.prompt_scores, request.prompt_scores_done = [], True

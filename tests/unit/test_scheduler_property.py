@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -45,6 +46,8 @@ limit_choices = st.fixed_dictionaries(
     {
         "max_num_seqs": st.integers(2, 6),
         "max_num_batched_tokens": st.integers(2, 24),
+        "prompt_tokens_per_stream": st.sampled_from([0, 0, 1, 3]),
+        "least_prompt_tokens": st.integers(1, 6),
         "max_num_queued": st.sampled_from([100, 100, 2]),
         "max_model_len": st.integers(8, 40),
         "num_blocks": st.integers(4, 16),
@@ -68,6 +71,7 @@ def fake_executor(limits: dict[str, Any], tokens_per_row: int, memory: int = 0) 
     )
 
 
+@pytest.mark.rule(34)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(asks(), min_size=1, max_size=10), limit_choices, st.integers(1, 3), st.integers(0, 2))
 def test_every_output_equals_the_solo_run(
@@ -80,6 +84,7 @@ def test_every_output_equals_the_solo_run(
     assert executor.states == {}
 
 
+@pytest.mark.rule(30, 34)
 def test_storms_with_equal_prompts_and_little_memory() -> None:
     preemptions = hits = 0
     for seed in range(NUM_STORMS):

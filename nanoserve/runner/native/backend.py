@@ -21,6 +21,7 @@ from nanoserve.runner.native import build, packing
 from nanoserve.runner.native.library import Batch, Config, Layer, Linear, SourceType, load_library
 from nanoserve.runner.native.memory import allocate
 from nanoserve.runner.native.packed_file import load_packed, save_packed
+from nanoserve.runner.native.prefault import Prefault
 
 _PAGE_TOKENS = 16
 _MAX_HEAD_DIM = 1024  # rotate_head keeps one head on its stack
@@ -92,6 +93,7 @@ class NativeBackend:
         ropes = {layer.rope for layer in spec.layers}
         self._ropes = {rope: _rope_tables(rope, spec, self._max_positions) for rope in ropes}
         self._kv: np.ndarray | None = None
+        self._prefault: Prefault | None = None
         self._num_blocks = 0
         self._logits = torch.empty(0)
         self.greedy_ids: Int32 = np.empty(0, np.int32)
@@ -106,6 +108,7 @@ class NativeBackend:
         self._num_blocks = num_blocks
         pages = num_blocks * self._options.block_size // _PAGE_TOKENS
         self._library.ns_model_set_kv(self._model, self._kv.ctypes.data, pages)
+        self._prefault = Prefault(self._kv, self._spec.num_layers, num_blocks)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """One step: float32 logits [S, vocab_size], valid until the next call; `greedy_ids` are their argmax."""
@@ -142,6 +145,9 @@ class NativeBackend:
 
     def close(self) -> None:
         """Ends the threads and gives the memory back. The backend is not used afterwards."""
+        if self._prefault is not None:
+            self._prefault.close()
+            self._prefault = None
         if self._model is not None:
             self._library.ns_model_free(self._model)
             self._model = None
@@ -154,7 +160,9 @@ class NativeBackend:
 
     def _run(self, batch: ForwardBatch, logits: int) -> None:
         assert self._kv is not None and self._model is not None, "allocate_kv comes first, close last"
-        self._check(batch)
+        highest_block = self._check(batch)
+        if self._prefault is not None:
+            self._prefault.use(highest_block)
         arrays = [
             np.ascontiguousarray(array, np.int32)
             for array in (batch.token_ids, batch.positions, batch.row_starts, batch.block_tables, batch.logit_tokens)
@@ -170,10 +178,13 @@ class NativeBackend:
         if self._library.ns_model_step(self._model, ctypes.byref(raw), logits, self.greedy_ids.ctypes.data):
             raise MemoryError(f"no memory for a step of {len(batch.token_ids)} tokens")
 
-    def _check(self, batch: ForwardBatch) -> None:
-        """The C++ trusts its caller: an index out of range there would end the process, or worse."""
+    def _check(self, batch: ForwardBatch) -> int:
+        """The C++ trusts its caller: an index out of range there would end the process, or worse.
+
+        Returns the highest block in use, -1 without any.
+        """
         if len(batch.token_ids) == 0:
-            return
+            return -1
         if batch.token_ids.min() < 0 or batch.token_ids.max() >= self._spec.vocab_size:
             raise ValueError("a token id is outside the vocabulary")
         if batch.positions.min() < 0 or batch.positions.max() >= self._max_positions:
@@ -181,8 +192,10 @@ class NativeBackend:
         used = -(-batch.context_lens // self._options.block_size)
         columns = np.arange(batch.block_tables.shape[1])
         blocks = batch.block_tables[columns < used[:, None]]
-        if used.max() > len(columns) or blocks.min() < 0 or blocks.max() >= self._num_blocks:
+        highest = int(blocks.max())
+        if used.max() > len(columns) or blocks.min() < 0 or highest >= self._num_blocks:
             raise ValueError("a block table does not cover its context or names a block that does not exist")
+        return highest
 
     def _cached_or_packed(
         self,
