@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 WINDOW_S = 600.0
-_SHORT_LIFE_S = 5.0  # who was ready for longer was not started in vain: the next start need not wait
+_SHORT_LIFE_S = 1.0  # who was ready for longer was not started in vain: the next start need not wait
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 10.0
 

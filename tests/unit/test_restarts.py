@@ -33,8 +33,8 @@ def test_old_restarts_are_forgotten() -> None:
 def test_a_process_that_has_lived_is_restarted_at_once() -> None:
     budget = RestartBudget(10)
     assert [budget.spend("a-0", now, 60.0) for now in range(3)] == [0.0, 0.0, 0.0]
-    assert [budget.spend("a-0", now, 0.5) for now in range(3)] == [0.0, 0.25, 0.5]
-    assert budget.spend("a-0", 4.0, 6.0) == 0.0
+    assert [budget.spend("a-0", now, 0.9) for now in range(3)] == [0.0, 0.25, 0.5]
+    assert budget.spend("a-0", 4.0, 1.1) == 0.0
 
 
 def test_no_wait_is_longer_than_ten_seconds_however_many() -> None:
