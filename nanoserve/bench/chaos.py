@@ -2,8 +2,9 @@
 
 Starts a server of its own. After one undisturbed round come rounds in each of which the detokenizer, the engine, or
 both get SIGKILL at a random moment; then one in which each process, the api's too, is stopped (SIGSTOP) for some
-seconds. Told are lost and wrong streams, and the pause: the longest gap that a stream saw after the signal. Greedy, so
-that texts can be compared.
+seconds. Told are lost and wrong streams, bytes that are missing or too many, and the pause: the longest gap that a
+stream saw after the signal. Greedy, so that texts can be compared. During the undisturbed round /health is asked all
+the time.
 """
 
 from __future__ import annotations
@@ -147,8 +148,11 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             await run_round(session, server, bodies, (), 0)  # warm
             begun = time.monotonic()
+            asking = asyncio.create_task(_ask_health(server.url))
             right, _ = await run_round(session, server, bodies, (), 0)
             undisturbed_s = time.monotonic() - begun
+            asking.cancel()
+            sys.stdout.write(await asking + "\n")
             rounds = [(VICTIMS[number % len(VICTIMS)], 0.0) for number in range(options.rounds)]
             if options.stop_seconds:
                 rounds += [((name,), options.stop_seconds) for name in server.pids]
@@ -156,7 +160,8 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 after_s = draw.uniform(0.1, 0.8) * undisturbed_s
                 streams, killed = await run_round(session, server, bodies, victims, after_s, stop_s)
                 results.append(_judge(streams, right, victims, killed, "stopped" if stop_s else "killed"))
-                sys.stdout.write(json.dumps(results[-1]) + "\n")
+                shown = {key: value for key, value in results[-1].items() if key != "pauses"}
+                sys.stdout.write(json.dumps(shown) + "\n")
                 sys.stdout.flush()
     finally:
         code = await server.stop()
@@ -164,18 +169,40 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
+async def _ask_health(url: str) -> str:
+    """Asks as a prober would, ten times a second, until it is cancelled; returns what it saw."""
+    times: list[float] = []
+    statuses: set[int] = set()
+    with contextlib.suppress(asyncio.CancelledError):
+        async with aiohttp.ClientSession() as session:
+            while True:
+                begun = time.monotonic()
+                async with session.get(f"{url}/health") as response:
+                    statuses.add(response.status)
+                times.append((time.monotonic() - begun) * 1000)
+                await asyncio.sleep(0.1)
+    worst = f"p50 {percentile(times, 0.5):.1f}, p99 {percentile(times, 0.99):.1f}, max {max(times):.1f} ms"
+    return f"/health under load, {len(times)} times: {worst}, status {sorted(statuses)}"
+
+
 def _judge(
     streams: list[Stream], right: list[Stream], victims: Sequence[str], killed: float, what: str
 ) -> dict[str, Any]:
     pauses = [pause for stream in streams if (pause := stream.pause(killed)) > 0]
+    surplus = [
+        len(stream.text.encode()) - len(other.text.encode()) for stream, other in zip(streams, right, strict=True)
+    ]
     return {
         what: "+".join(victims),
         "streams": len(streams),
         "lost": sum(not stream.is_done or bool(stream.error) for stream in streams),
         "wrong": sum(stream.text != other.text for stream, other in zip(streams, right, strict=True)),
+        "bytes_missing": -sum(min(number, 0) for number in surplus),
+        "bytes_too_many": sum(max(number, 0) for number in surplus),
         "live_at_kill": len(pauses),
         "pause_p50_s": round(percentile(pauses, 0.5), 3) if pauses else None,
         "pause_max_s": round(max(pauses), 3) if pauses else None,
+        "pauses": pauses,
     }
 
 
@@ -189,16 +216,20 @@ def main() -> int:
     parser.add_argument("server_args", nargs="*", help="after --: flags of launch_server", default=["sim"])
     options = parser.parse_args()
     results = asyncio.run(measure(options))
-    lost, wrong = (sum(result[key] for result in results) for key in ("lost", "wrong"))
+    _summarize(results)
+    return 1 if any(result["lost"] or result["wrong"] for result in results) else 0
+
+
+def _summarize(results: list[dict[str, Any]]) -> None:
     for victims in VICTIMS:
-        pauses = [result["pause_max_s"] or 0.0 for result in results if result.get("killed") == "+".join(victims)]
+        mine = [result["pauses"] for result in results if result.get("killed") == "+".join(victims)]
+        pauses = [pause for of_round in mine for pause in of_round]
         if pauses:
-            median = percentile(pauses, 0.5)
-            sys.stdout.write(
-                f"{'+'.join(victims):18} longest pause: median {median:.2f} s, worst {max(pauses):.2f} s\n"
-            )
-    sys.stdout.write(f"{len(results)} rounds: {lost} streams lost, {wrong} texts wrong\n")
-    return 1 if lost or wrong else 0
+            spread = f"median {percentile(pauses, 0.5):.2f} s, worst {max(pauses):.2f} s"
+            sys.stdout.write(f"{'+'.join(victims):18} {len(mine)} rounds, pause of {len(pauses)} streams: {spread}\n")
+    keys = ("streams", "lost", "wrong", "bytes_missing", "bytes_too_many")
+    totals = {key: sum(result[key] for result in results) for key in keys}
+    sys.stdout.write(f"{len(results)} rounds: {', '.join(f'{key} {value}' for key, value in totals.items())}\n")
 
 
 if __name__ == "__main__":
