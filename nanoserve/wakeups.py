@@ -14,7 +14,10 @@ from nanoserve.obs.logs import log_file
 
 _log = logging.getLogger(__name__)
 
-SILENT_S = 1.6  # a pulse comes every half second, and health must tell the truth within two seconds
+# A pulse comes every half second, and health must tell the truth within two seconds. How late its loop is a process
+# counts from its last pulse that still saw progress.
+SILENT_S = 1.6
+LATE_S = 1.0
 
 
 class Wakeups:
@@ -103,7 +106,7 @@ class ChildTable:
             if child.state not in (READY, STALLED):
                 continue
             silent = now - child.heard
-            state = STALLED if max(silent, child.late_s) > SILENT_S else READY
+            state = STALLED if silent > SILENT_S or child.late_s > LATE_S else READY
             if state != child.state:
                 child.state, changed = state, True
                 _log.warning("%s is %s (silent %.1f s, late %.1f s)", child.name, state, silent, child.late_s)

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,8 +28,9 @@ from nanoserve.ipc.messages import (
     Resync,
     TokenBatch,
 )
-from tests.factories import make_add_request
-from tests.fakes import FakeLink
+from nanoserve.sched.plan import StepPlan, StepResult
+from tests.factories import make_add_request, make_request, make_scheduler, run_to_end
+from tests.fakes import FakeExecutor, FakeLink, FakeWatchdog
 
 CONFIG = ServerConfig(
     model=ModelConfig(model="sim", max_model_len=512), scheduler=SchedulerConfig(max_num_seqs=4), sim=SimConfig()
@@ -196,3 +198,35 @@ def test_a_missing_model_ends_the_start(tmp_path: Path, endpoints: Endpoints) ->
     engine.start()
     with pytest.raises(AssertionError, match="no model directory"):
         engine.stop()
+
+
+class _Declared(FakeWatchdog):
+    """A watchdog that remembers for how long each step was declared."""
+
+    def __init__(self) -> None:
+        self.limits: list[float] = []
+
+    @contextmanager
+    def busy(self, what: str, limit_s: float) -> Iterator[None]:
+        self.limits.append(limit_s)
+        yield
+
+
+@pytest.mark.rule(78)
+def test_a_stuck_decode_step_is_late_soon_and_a_long_prefill_never() -> None:
+    declared, scheduler, now = _Declared(), make_scheduler(max_num_batched_tokens=256), [0.0]
+
+    class Timed(FakeExecutor):
+        def execute(self, plan: StepPlan) -> StepResult:
+            now[0] += 0.03 * sum(row.num_tokens for row in plan.rows)
+            return super().execute(plan)
+
+    executor = process.WatchedExecutor(Timed(scheduler.limits.block_size), declared, lambda: now[0])
+    for number in (0, 1):
+        scheduler.add(make_request(number, range(2 + 32 * number, 34 + 32 * number), max_tokens=30), 1)
+        run_to_end(scheduler, executor)
+    prompts = [limit for limit in declared.limits if limit > 11]
+    assert prompts == [process.STEP_LIMIT_S + 32 * process.TOKEN_LIMIT_S] * 2
+    steps = [limit for limit in declared.limits if limit < 11]
+    assert steps[: process.KNOWN_STEPS] == [process.STEP_LIMIT_S + process.TOKEN_LIMIT_S] * process.KNOWN_STEPS
+    assert steps[process.KNOWN_STEPS :] == pytest.approx([4 * 0.03] * (len(steps) - process.KNOWN_STEPS))
