@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -57,6 +58,21 @@ def test_torch_only_in_runner_and_transformers_nowhere(module: Module) -> None:
     if module.layer != "runner":
         assert "torch" not in names
     assert not any(name.startswith("nanoserve.bench") for name in module.imports())
+
+
+@pytest.mark.rule(17)
+@pytest.mark.parametrize("module", [m for m in modules() if m.layer == "api"], ids=lambda m: m.name)
+def test_api_opens_no_outgoing_connection(module: Module) -> None:
+    """Not even to look: nothing that a request says makes the server call somewhere."""
+    clients = {"urllib.request", "http.client", "requests", "httpx", "huggingface_hub", "aiohttp.ClientSession"}
+    assert not module.imports() & clients
+    calls = {"ClientSession", "create_connection", "open_connection", "connect", "sock_connect", "getaddrinfo"}
+    called = {
+        getattr(node.func, "attr", getattr(node.func, "id", ""))
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call)
+    }
+    assert not called & calls
 
 
 @pytest.mark.parametrize("module", [m for m in modules() if m.name.startswith(tuple(PURE))], ids=lambda m: m.name)

@@ -8,12 +8,14 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, get_args, get_type_hints
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from nanoserve.api.schemas import UNSUPPORTED, ChatBody, CompletionBody
 from tests.e2e.harness import Server, wait_until
-from tests.e2e.openai_stream import CHAT, COMPLETIONS
+from tests.e2e.openai_stream import CHAT, COMPLETIONS, ask
 from tests.sse_grammar import check_error
 
 pytestmark = pytest.mark.slow
@@ -118,6 +120,31 @@ def test_an_error_never_repeats_the_input(sim_server: Server, path: str, fields:
 def test_what_is_not_offered_is_refused_and_named(sim_server: Server, name: str) -> None:
     """Grammars, schemas, tools, templates and the like: never ignored."""
     assert refused(sim_server, CHAT, {**BODIES[CHAT], name: {"x": [MARK]}})["param"] == name
+
+
+@pytest.mark.rule(25)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["\x04", "\x04\x06\x13", ["a", "\x04"]])
+def test_characters_that_the_vocabulary_lacks(sim_server: Server, prompt: Any, stream: bool) -> None:
+    """This tokenizer has no token for them: a prompt of nothing else is an empty one, beside others they vanish."""
+    status, answer = sim_server.post("/tokenize", {"prompt": "\x04"})
+    assert status == 200 and answer["tokens"] == []
+    error = refused(sim_server, COMPLETIONS, {"prompt": prompt, "max_tokens": 1, "stream": stream})
+    assert error["param"] == "prompt" and "empty" in error["message"]
+    with_text = {"prompt": "a\x04 b", "max_tokens": 2, "temperature": 0}
+    assert ask(sim_server, with_text).usage["prompt_tokens"] == len(
+        sim_server.post("/tokenize", {"prompt": "a b"})[1]["tokens"]
+    )
+
+
+@pytest.mark.rule(7)
+def test_http_on_loopback_is_the_only_network_listener(sim_server: Server) -> None:
+    listening = set()
+    for pid in (sim_server.pid, *sim_server.pids.values()):
+        connections = psutil.Process(pid).net_connections("inet")
+        listening |= {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
+    address = urlsplit(sim_server.base_url)
+    assert listening == {("127.0.0.1", address.port)}
 
 
 @pytest.mark.rule(15)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -103,6 +104,18 @@ def _status(server: Server, path: str) -> int:
         return server.get(path, 5)[0]
     except OSError:
         return 0
+
+
+@pytest.mark.rule(2)
+def test_who_is_late_is_named_and_ends_the_start(start_server: StartServer) -> None:
+    server = start_server("smollm2-135m", "--dtype", "float32", "--startup-timeout", "1", wait=False)
+    children: set[int] = set()
+    while server.returncode is None:
+        children.update(children_of(server.pid))
+        time.sleep(0.01)
+    assert server.wait_exit() != 0 and children
+    assert re.search(r"not ready after 1 s, still starting: .*engine-0 \(", server.output), server.output
+    wait_until(lambda: not any(map(is_alive, children)), 5.0, "a child lives on")
 
 
 @pytest.mark.case(43)
