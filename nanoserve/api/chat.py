@@ -166,8 +166,6 @@ class ChatFormat:
 
     def frames(self, stream: RequestStream, piece: Piece) -> bytes:
         index = stream.index
-        if piece.finished is None and self._is_plain and index in self._started:
-            return self._frames.content(index, piece.text) if piece.text else b""
         self._usage.note(index, piece.num_output_tokens, piece.finished)
         usage = self._usage.totals() if self._valid.continuous_usage else None
         frame = b""
@@ -182,6 +180,9 @@ class ChatFormat:
         if piece.finished is not None:
             frame += self._frames.finish(index, self._ending(stream, piece.finished), usage=usage)
         return frame
+
+    def around(self, index: int) -> sse.Around | None:
+        return self._frames.around(index) if self._is_plain and index in self._started else None
 
     def _ending(self, stream: RequestStream, record: TextFinished) -> sse.Ending:
         ending: sse.Ending = {"finish_reason": finish_reason(record), "stop_reason": stop_reason(record)}

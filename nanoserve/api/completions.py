@@ -140,8 +140,6 @@ class CompletionFormat:
 
     def frames(self, stream: RequestStream, piece: Piece) -> bytes:
         index = stream.index
-        if piece.finished is None and self._is_plain and index in self._states:
-            return self._frames.content(index, piece.text) if piece.text else b""
         state = self._states.setdefault(index, _ChoiceState())
         self._usage.note(index, piece.num_output_tokens, piece.finished)
         usage = self._usage.totals() if self._valid.continuous_usage else None
@@ -166,6 +164,9 @@ class CompletionFormat:
         if piece.finished is not None:
             frame += self._frames.finish(index, self._ending(stream, piece.finished), usage=usage)
         return frame
+
+    def around(self, index: int) -> sse.Around | None:
+        return self._frames.around(index) if self._is_plain and index in self._states else None
 
     def _ending(self, stream: RequestStream, record: TextFinished) -> sse.Ending:
         ending: sse.Ending = {"finish_reason": finish_reason(record), "stop_reason": stop_reason(record)}

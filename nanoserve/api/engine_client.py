@@ -27,7 +27,6 @@ from nanoserve.ipc.messages import (
     FlushCache,
     Release,
     Resync,
-    RowTokenTexts,
     SamplingParams,
     TextBatch,
     TextFinished,
@@ -96,6 +95,8 @@ class EngineClient:
         self._live: dict[int, RequestStream] = {}
         self._ending: dict[int, int] = {}  # aborted by us, and when; terminal record still to come
         self._reminded: set[int] = set()  # of those, the ones whose end we have asked for again
+        self._asked: set[int] = set()  # live ones the engine was asked for, of which nothing new has come yet
+        self._due: list[RequestStream] = []  # with a sink, and a row that `flush` has not seen
         self._look_due_ns = 0
         self._engine_incarnation = 0
         self._encode_text_spec = msgspec.msgpack.Encoder().encode
@@ -173,7 +174,7 @@ class EngineClient:
                 stream.push_prompt_logprobs(prompt.tokens)
         torn = self._deliver_rows(batch) if batch.request_ids else []
         if batch.finished:
-            early = [record for record in batch.finished if self._lacks_output(record)]
+            early = [record for record in batch.finished if _lacks_output(record, self._live)]
             ends = [record for record in batch.finished if record not in early] if early else batch.finished
             torn += [self._live[record.finished.request_id] for record in early]
             for record in ends:
@@ -182,6 +183,12 @@ class EngineClient:
                 self._send(Release(request_ids=[record.finished.request_id for record in ends]))
         if torn:
             self._ask_for_lost(torn)
+
+    def flush(self) -> None:
+        """Writes what the batches since the last call brought for sinks: one event for each stream."""
+        due, self._due = self._due, []
+        for stream in due:
+            stream.flush()
 
     def note_engine(self, incarnation: int) -> None:
         """Called with every incarnation number seen; a higher one means the old engine's requests are gone."""
@@ -214,10 +221,12 @@ class EngineClient:
         self._look_due_ns = now_ns + _LOOK_NS
         if was_away:
             return
-        silent = [stream for stream in self._live.values() if stream.silence.is_due(now_ns)]
+        self._asked &= self._live.keys()
+        silent = [stream for stream in self._live.values() if stream.silence.is_due(now_ns, stream.last_ns)]
         for stream in silent:
             self._send(_with_output(stream))
             stream.silence.ask(now_ns)
+            self._asked.add(stream.request_id)
         if silent:
             self.counters.asked += len(silent)
             self._send(Resync(request_ids=[stream.request_id for stream in silent]))
@@ -242,76 +251,69 @@ class EngineClient:
     def fail_all(self, failure: Failure) -> None:
         """Gives every live request a terminal record of our own making (the server is about to end)."""
         for stream in list(self._live.values()):
-            self._end_with(stream, failure)
+            ended = Finished(request_id=stream.request_id, reason=FinishReason.ERROR, failure=failure)
+            stream.finish(TextFinished(ended))
+        self._live.clear()
 
     def _ask_for_lost(self, torn: list[RequestStream]) -> None:
         """Has the outputs of these told whole, once; where that word is lost too, `ask_for_silent` asks again."""
         now_ns = self._clock_ns()
-        unasked = {stream.request_id: stream for stream in torn if not stream.silence.is_asked}
+        unasked = {stream.request_id: stream for stream in torn if not stream.silence.num_asked}
         for stream in unasked.values():
             stream.silence.ask(now_ns)
+            self._asked.add(stream.request_id)
         if unasked:
             self.counters.gaps += len(unasked)
             self._send(Resync(request_ids=list(unasked)))
 
-    def _lacks_output(self, record: TextFinished) -> bool:
-        """Whether ids before this end have not come."""
-        finished = record.finished
-        stream = self._live.get(finished.request_id)
-        is_regular = finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
-        return stream is not None and is_regular and finished.num_output_tokens > len(stream.output_ids)
-
     def _deliver_rows(self, batch: TextBatch) -> list[RequestStream]:
         """Returns the streams that lack what comes before their row."""
         torn: list[RequestStream] = []
+        waits: dict[float, int] = {}  # nanoseconds per token, and how many tokens came after that time
         now_ns = self._clock_ns()
         ids = unpack_ids(batch.token_ids)
-        logprobs = {scored.row: scored for scored in batch.logprobs} if batch.logprobs else {}
-        start = 0
-        for row, request_id in enumerate(batch.request_ids):
-            end = start + batch.num_tokens[row]
-            stream = self._live.get(request_id)
+        logprobs = {scored.row: scored for scored in batch.logprobs}
+        live, asked, start = self._live, self._asked, 0
+        rows = zip(batch.request_ids, batch.deltas, batch.char_offset, batch.first_index, batch.num_tokens, strict=True)
+        for row, (request_id, delta, char_offset, first_index, num_tokens) in enumerate(rows):
+            end = start + num_tokens
+            stream = live.get(request_id)
             if stream is None:
                 self.counters.late_rows += 1
-            elif not self._push(
-                stream,
-                batch.deltas[row],
-                batch.char_offset[row],
-                batch.first_index[row],
-                ids[start:end],
-                logprobs.get(row) if logprobs else None,
-                now_ns,
-            ):
+                start = end
+                continue
+            try:
+                scored = logprobs.get(row) if logprobs else None
+                num_new = stream.push_row(delta, char_offset, first_index, ids[start:end], scored)
+            except StreamGapError:
                 torn.append(stream)
+            else:
+                if stream.sink is not None:
+                    self._due.append(stream)
+                if num_new > 0 and stream.last_ns and request_id not in asked:
+                    wait = (now_ns - stream.last_ns) / num_new
+                    waits[wait] = waits.get(wait, 0) + num_new
+                    stream.last_ns = now_ns
+                else:
+                    self._note_unusual(stream, num_new, now_ns)
             start = end
+        for wait, num_tokens in waits.items():
+            self._latency.inter_token(wait * 1e-9, num_tokens)
         return torn
 
-    def _push(
-        self,
-        stream: RequestStream,
-        delta: str,
-        char_offset: int,
-        first_index: int,
-        ids: list[int],
-        logprobs: RowTokenTexts | None,
-        now_ns: int,
-    ) -> bool:
-        """False where the row is ahead of its stream."""
-        try:
-            num_new = stream.push_row(delta, char_offset, first_index, ids, logprobs)
-        except StreamGapError:
-            return False
+    def _note_unusual(self, stream: RequestStream, num_new: int, now_ns: int) -> None:
+        """A row was the first of its stream, or after the engine was asked, or had no new ids."""
+        self._asked.discard(stream.request_id)
         stream.silence.end(now_ns)
         if num_new <= 0:
             self.counters.repeated_rows += num_new < 0
-            return True
+            return
         if stream.first_ns:
             self._latency.inter_token((now_ns - stream.last_ns) * 1e-9 / num_new, num_new)
         else:
             stream.first_ns = now_ns
             self._latency.first_token((now_ns - stream.submitted_ns) * 1e-9)
         stream.last_ns = now_ns
-        return True
 
     def _finish(self, record: TextFinished) -> None:
         request_id = record.finished.request_id
@@ -329,9 +331,13 @@ class EngineClient:
         self._latency.finished(record.finished, (self._clock_ns() - stream.submitted_ns) * 1e-9)
         stream.finish(record)
 
-    def _end_with(self, stream: RequestStream, failure: Failure) -> None:
-        self._live.pop(stream.request_id, None)
-        stream.finish(TextFinished(Finished(request_id=stream.request_id, reason=FinishReason.ERROR, failure=failure)))
+
+def _lacks_output(record: TextFinished, live: dict[int, RequestStream]) -> bool:
+    """Whether ids before this end have not come."""
+    finished = record.finished
+    stream = live.get(finished.request_id)
+    is_regular = finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
+    return stream is not None and is_regular and finished.num_output_tokens > len(stream.output_ids)
 
 
 def _with_output(stream: RequestStream) -> AddRequest:

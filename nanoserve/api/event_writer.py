@@ -7,23 +7,46 @@ so after the headers `send` is called from the loop's turn that brought the text
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
+import msgspec
 from aiohttp import web
 
+from nanoserve.api.sse import Around
+from nanoserve.api.stream import TextSink
+
 _HIGH_WATER_BYTES = 64 * 1024  # the transport pauses its writer there
+_encode = msgspec.json.Encoder().encode
+
+
+def _nothing(error: Exception | None) -> None:
+    """Nobody has opened a sink."""
 
 
 class EventWriter:
     """One response of `text/event-stream`."""
 
-    __slots__ = ("_chunked", "_clock_s", "_request", "blocked_since_s", "last_write_s", "response")
+    __slots__ = (
+        "_around",
+        "_chunked",
+        "_clock_s",
+        "_on_stop",
+        "_request",
+        "_transport",
+        "blocked_since_s",
+        "last_write_s",
+        "response",
+    )
 
     def __init__(self, request: web.Request, headers: dict[str, str], clock_s: Callable[[], float]) -> None:
         self._request = request
         self.response = web.StreamResponse(headers=headers)
         self._clock_s = clock_s
         self._chunked = False
+        self._transport: asyncio.Transport | None = None
+        self._around = (b"", b"")
+        self._on_stop: Callable[[Exception | None], None] = _nothing
         self.last_write_s = clock_s()
         self.blocked_since_s = 0.0  # 0: the client reads
 
@@ -31,6 +54,7 @@ class EventWriter:
         """Sends the headers and the first events, if there are any, in one write."""
         response = self.response
         await response.prepare(self._request)
+        self._transport = self._request.transport
         self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
         if data:
             self.blocked_since_s = self._clock_s()  # a first event larger than the buffers waits here
@@ -42,7 +66,7 @@ class EventWriter:
 
     def send(self, data: bytes) -> bool:
         """Queues events. False when the client has to read first; ConnectionResetError when it has gone."""
-        transport = self._request.transport
+        transport = self._transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client has gone")
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
@@ -51,6 +75,22 @@ class EventWriter:
             return True
         self.blocked_since_s = self.last_write_s
         return False
+
+    def open_texts(self, around: Around, on_stop: Callable[[Exception | None], None]) -> TextSink:
+        """A sink for the text of an only choice. `on_stop` gets an error, or None when the client has to read first."""
+        self._around = around
+        self._on_stop = on_stop
+        return self
+
+    def send_text(self, text: str) -> None:
+        before, after = self._around
+        try:
+            reads = self.send(before + _encode(text) + after)
+        except Exception as error:
+            self._on_stop(error)  # this response's own end
+        else:
+            if not reads:
+                self._on_stop(None)
 
     async def drained(self) -> None:
         """Returns when the client has read enough."""
@@ -63,5 +103,5 @@ class EventWriter:
 
     def cut(self) -> None:
         """Ends the connection without a word: the client does not read anyway."""
-        if self._request.transport is not None:
-            self._request.transport.abort()
+        if self._transport is not None:
+            self._transport.abort()

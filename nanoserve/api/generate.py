@@ -128,6 +128,9 @@ class GenerateFormat:
         )
         return sse.event({**shown, "index": stream.index} if self._many else shown)
 
+    def around(self, index: int) -> None:
+        """Every event has something of its own."""
+
     def closing(self) -> bytes:
         return sse.DONE
 

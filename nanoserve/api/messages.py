@@ -129,6 +129,9 @@ class MessagesFormat:
             frame += _event({"type": "message_delta", "delta": _stop(piece.finished), "usage": usage})
         return frame
 
+    def around(self, index: int) -> None:
+        """Every event has something of its own."""
+
     def closing(self) -> bytes:
         return _event({"type": "message_stop"})
 

@@ -56,7 +56,7 @@ class Monotonic:
 
     def __init__(self, fields: tuple[str, ...]) -> None:
         self._base = dict.fromkeys(fields, 0.0)
-        self._last = dict.fromkeys(fields, 0.0)
+        self._last: msgspec.Struct | None = None
         self._life = 0
 
     def update(self, life: int, stats: msgspec.Struct) -> None:
@@ -64,14 +64,13 @@ class Monotonic:
         if life < self._life:
             return
         if life > self._life:
-            for name, value in self._last.items():
-                self._base[name] += value
+            for name in self._base:
+                self._base[name] = self.total(name)
             self._life = life
-        for name in self._last:
-            self._last[name] = getattr(stats, name)
+        self._last = stats  # read when it is asked for: this happens with every batch
 
     def total(self, name: str) -> float:
-        return self._base[name] + self._last[name]
+        return self._base[name] + (getattr(self._last, name) if self._last is not None else 0.0)
 
 
 # name of the metric, field of the stats, help

@@ -168,6 +168,8 @@ class ApiProcess:
                     peers.take_reply(message)
                 else:
                     self._on_status(message)
+            client.flush()
+            self.context.pumps.run()
 
     async def _tick(self) -> None:
         """The turning loop: feeds the watchdog and everything that waits for time."""

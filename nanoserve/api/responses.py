@@ -149,6 +149,9 @@ class ResponsesFormat:
             frame += self._end(piece.finished)
         return frame
 
+    def around(self, index: int) -> None:
+        """Every event has something of its own."""
+
     def closing(self) -> bytes:
         return b""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nanoserve.api import sse
+from nanoserve.api.sse import Around
 from nanoserve.api.stream import Piece, RequestStream
 from nanoserve.errors import RequestError
 from nanoserve.ipc.messages import FinishReason, TextFinished, TokenText
@@ -105,6 +106,10 @@ class ResponseFormat(Protocol):
 
     def frames(self, stream: RequestStream, piece: Piece) -> bytes:
         """All events for this piece, the finish included; may be empty."""
+        ...
+
+    def around(self, index: int) -> Around | None:
+        """The bytes around the JSON of a later piece of mere text of this choice, where they are always the same."""
         ...
 
     def closing(self) -> bytes:

@@ -17,6 +17,7 @@ from itertools import islice
 from aiohttp import web
 
 from nanoserve.api.errors import http_error
+from nanoserve.api.sse import Around
 
 LAST_EVENT_ID = "Last-Event-ID"
 _MAX_TAKEN_BYTES = 256 << 10
@@ -60,6 +61,9 @@ class EventLog:
         self.last_write_s = self._clock_s()
         self._wake()
         return True
+
+    def open_texts(self, around: Around, on_stop: Callable[[Exception | None], None]) -> None:
+        """Every event gets its number here."""
 
     async def drained(self) -> None:
         return

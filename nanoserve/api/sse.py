@@ -14,6 +14,7 @@ from nanoserve.api.errors import envelope_bytes
 from nanoserve.errors import RequestError
 
 Ending = dict[str, Any]  # finish_reason, stop_reason and what else a choice's last chunk has
+Around = tuple[bytes, bytes]  # what an event has before and after the JSON of its text
 DONE = b"data: [DONE]\n\n"
 _END = b"}\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -61,7 +62,6 @@ class ChunkFrames:
         self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._slot = slot
         self._tail = tail
-        self._starts: dict[int, bytes] = {}
 
     def content(
         self,
@@ -73,15 +73,19 @@ class ChunkFrames:
         usage: Any = None,
     ) -> bytes:
         """One piece of text of choice `index`. `extras` are further keys of the choice."""
-        start = self._starts.get(index)
-        if start is None:
-            start = self._head + b'{"index":%d,' % index + self._slot
-            self._starts[index] = start
         if logprobs is None and extras is None and usage is None:
-            return start + _encode(text) + self._tail + b',"logprobs":null,"finish_reason":null}]' + _END
+            before, after = self.around(index)
+            return before + _encode(text) + after
         more = b"" if not extras else b"," + _encode(extras)[1:-1]
-        frame = start + _encode(text) + self._tail + b',"logprobs":' + _encode(logprobs)
+        frame = self._start(index) + _encode(text) + self._tail + b',"logprobs":' + _encode(logprobs)
         return frame + b',"finish_reason":null' + more + b"}]" + self._usage(usage) + _END
+
+    def around(self, index: int) -> Around:
+        """What a piece of mere text of choice `index` has before and after the JSON of that text."""
+        return self._start(index), self._tail + b',"logprobs":null,"finish_reason":null}]' + _END
+
+    def _start(self, index: int) -> bytes:
+        return self._head + b'{"index":%d,' % index + self._slot
 
     def choice(self, choice: dict[str, Any], *, usage: Any = None) -> bytes:
         """Any other chunk with one choice: the role, the finish."""

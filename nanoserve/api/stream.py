@@ -10,6 +10,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from nanoserve.errors import ProtocolError
 from nanoserve.ipc.messages import AddRequest, RowTokenTexts, TextFinished, TokenText
@@ -22,6 +23,14 @@ _PIECE_BYTES = 64  # of a pending text besides its characters
 
 class StreamGapError(ProtocolError):
     """A row begins after the position this stream has reached: something was lost on the way."""
+
+
+class TextSink(Protocol):
+    """Writes plain text of one stream: what a piece would say of which all else is constant."""
+
+    def send_text(self, text: str) -> None:
+        """Must not raise: what goes wrong is told to whoever opened the sink."""
+        ...
 
 
 @dataclass(slots=True)
@@ -40,48 +49,55 @@ class Piece:
 
 
 class PumpQueue:
-    """The outlets whose pumps are due: one call from the loop runs all that one batch of text brought."""
+    """The outlets whose pumps are due: one call runs all that the messages of one turn brought."""
 
-    __slots__ = ("_due",)
+    __slots__ = ("due",)
 
     def __init__(self) -> None:
-        self._due: list[Outlet] = []
+        self.due: list[Outlet] = []  # an outlet may append itself while others are in it; the first one calls `begin`
 
-    def add(self, outlet: Outlet) -> None:
-        """`outlet` runs its pump in the loop's next turn. Called once per outlet and turn."""
-        if not self._due:
-            asyncio.get_running_loop().call_soon(self._run)
-        self._due.append(outlet)
+    def begin(self, outlet: Outlet) -> None:
+        """`outlet` and all that join it run their pumps in the loop's next turn, unless `run` is called before."""
+        asyncio.get_running_loop().call_soon(self.run)
+        self.due.append(outlet)
 
-    def _run(self) -> None:
-        due, self._due = self._due, []
+    def run(self) -> None:
+        """Runs the pumps that are due; whoever has just brought much text calls it instead of the loop."""
+        due, self.due = self.due, []
         for outlet in due:
-            outlet.run_pump()
+            outlet.is_scheduled = False
+            if outlet.pump is not None:
+                outlet.pump()
 
 
 class Outlet:
     """Where the requests of one HTTP response meet the one coroutine that writes it."""
 
-    __slots__ = ("_is_scheduled", "_pumps", "_ready", "_waiter", "pump")
+    __slots__ = ("_pumps", "_ready", "_waiter", "is_scheduled", "pump")
 
     def __init__(self, pumps: PumpQueue | None = None) -> None:
         self.pump: Callable[[], None] | None = None  # called soon instead of waking `wait`; must not raise
+        self.is_scheduled = False  # in the PumpQueue
         self._pumps = PumpQueue() if pumps is None else pumps
         self._ready: list[RequestStream] = []
-        self._is_scheduled = False
         self._waiter: asyncio.Future[None] | None = None
 
     def notify(self, stream: RequestStream) -> None:
         """Marks `stream` as having something to take. Called once per stream and take."""
         self._ready.append(stream)
-        self.wake()
+        if not self.is_scheduled:
+            self.wake()
 
     def wake(self) -> None:
         """Ends a `wait` early, with whatever is ready; or has the pump run, once for all that this turn brings."""
         if self.pump is not None:
-            if not self._is_scheduled:
-                self._is_scheduled = True
-                self._pumps.add(self)
+            if not self.is_scheduled:
+                self.is_scheduled = True
+                pumps = self._pumps
+                if pumps.due:
+                    pumps.due.append(self)
+                else:
+                    pumps.begin(self)
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -100,38 +116,28 @@ class Outlet:
         ready, self._ready = self._ready, []
         return ready
 
-    def run_pump(self) -> None:
-        """Called by the PumpQueue."""
-        self._is_scheduled = False
-        if self.pump is not None:
-            self.pump()
-
 
 class Silence:
     """How long nothing was heard of a request, and how often the engine was asked since."""
 
-    __slots__ = ("_num_asked", "_since_ns")
+    __slots__ = ("_since_ns", "num_asked")
 
     def __init__(self, since_ns: int) -> None:
         self._since_ns = since_ns
-        self._num_asked = 0
+        self.num_asked = 0  # since something that fits has come
 
     def end(self, now_ns: int) -> None:
-        """A sign of life."""
-        self._since_ns, self._num_asked = now_ns, 0
+        """A sign of life. New tokens need not tell of themselves unless the engine was asked: see `is_due`."""
+        self._since_ns, self.num_asked = now_ns, 0
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether the engine was asked, and nothing that fits has come since."""
-        return self._num_asked > 0
-
-    def is_due(self, now_ns: int) -> bool:
+    def is_due(self, now_ns: int, last_token_ns: int) -> bool:
         """Whether to ask; each time it takes twice as long as the last."""
-        return now_ns - self._since_ns >= SILENT_NS << min(self._num_asked, _MOST_DOUBLINGS)
+        since_ns = max(self._since_ns, last_token_ns)
+        return now_ns - since_ns >= SILENT_NS << min(self.num_asked, _MOST_DOUBLINGS)
 
     def ask(self, now_ns: int) -> None:
         self._since_ns = now_ns
-        self._num_asked += 1
+        self.num_asked += 1
 
 
 class RequestStream:
@@ -154,9 +160,9 @@ class RequestStream:
         "num_chars",
         "num_computed",
         "output_ids",
-        "pending_chars",
         "request",
         "silence",
+        "sink",
         "wants_ids",
     )
 
@@ -169,7 +175,7 @@ class RequestStream:
         self.wants_ids = wants_ids  # else tokens without text wake nobody
         self.output_ids = array("i")
         self.num_chars = 0
-        self.pending_chars = 0
+        self.sink: TextSink | None = None  # where pending text goes by `flush`; None: to who calls `take`
         self.accepted: int | None = None  # queue position, once the engine has taken it
         self.num_computed = 0  # of the prompt
         self.finished: TextFinished | None = None
@@ -191,6 +197,11 @@ class RequestStream:
     @property
     def submitted_ns(self) -> int:
         return self.request.arrival_ns
+
+    @property
+    def pending_chars(self) -> int:
+        """Of the text that waits."""
+        return sum(map(len, self._texts))
 
     @property
     def num_bytes(self) -> int:
@@ -217,24 +228,26 @@ class RequestStream:
         """
         known_chars = self.num_chars - char_offset
         known_ids = len(self.output_ids) - first_index
-        if known_chars < 0 or known_ids < 0:
-            raise StreamGapError(f"row at token {first_index}, char {char_offset} is ahead of the stream")
-        if known_ids:
+        if known_chars or known_ids:
+            if known_chars < 0 or known_ids < 0:
+                raise StreamGapError(f"row at token {first_index}, char {char_offset} is ahead of the stream")
             ids = ids[known_ids:]
-        if known_chars:
             delta = delta[known_chars:]
-        scored = self._push_logprobs(logprobs) if logprobs is not None else False
-        if not ids and not delta and not scored:
-            return -1
+        scored = logprobs is not None and self._push_logprobs(logprobs)
         if delta:
             self._texts.append(delta)
             self.num_chars += len(delta)
-            self.pending_chars += len(delta)
+        elif not ids and not scored:
+            return -1
         self.output_ids.extend(ids)
-        pending = len(self.output_ids) - self._num_taken
-        is_first = self._num_taken == 0
-        if is_first or ((pending >= self.interval or not ids) and (delta or scored or self.wants_ids)):
-            self._announce()
+        if self._queued:
+            return len(ids)
+        taken = self._num_taken
+        is_due = len(self.output_ids) - taken >= self.interval or not ids
+        if (is_due and (delta or scored or self.wants_ids)) or not taken:
+            self._queued = True
+            if self.sink is None:
+                self._outlet.notify(self)
         return len(ids)
 
     def _push_logprobs(self, row: RowTokenTexts) -> bool:
@@ -262,7 +275,29 @@ class RequestStream:
         last = self._logprobs[-1] if self._logprobs else None
         if stop_token is not None and last is not None and last.token_id == stop_token and not last.raw:
             self._logprobs.pop()  # the token that ended the text is not part of it
-        self._announce()
+        self.close_sink()
+        if not self._queued:
+            self._queued = True
+            self._outlet.notify(self)
+
+    def flush(self) -> None:
+        """Gives the sink the text that is due. Called after every drain that brought rows, one or several."""
+        sink, texts = self.sink, self._texts
+        if sink is None or not self._queued:
+            return
+        self._queued = False
+        self._num_taken = len(self.output_ids)
+        if texts:
+            text = texts[0] if len(texts) == 1 else "".join(texts)
+            texts.clear()
+            sink.send_text(text)
+
+    def close_sink(self) -> None:
+        """From now on `take` has what comes, and what is due but not flushed."""
+        if self.sink is not None:
+            self.sink = None
+            if self._queued:
+                self._outlet.notify(self)
 
     def take(self) -> Piece:
         """All that is pending, merged."""
@@ -278,11 +313,5 @@ class RequestStream:
         self._texts.clear()
         self._logprobs = []
         self._prompt_logprobs = None
-        self.pending_chars = 0
         self._num_taken = len(self.output_ids)
         return piece
-
-    def _announce(self) -> None:
-        if not self._queued:
-            self._queued = True
-            self._outlet.notify(self)

@@ -145,8 +145,9 @@ class AsyncInbox(Generic[T]):
     async def receive(self) -> Sequence[T]:
         """Sleeps until something waits, then takes all of it. For one task at a time."""
         self._bound.look()
-        self._on_readable()
-        while not self._frames:
+        while (
+            not self._frames
+        ):  # filled by the loop, which so gets its turn between two batches, however fast they come
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter

@@ -123,7 +123,7 @@ async def test_a_fault_after_the_first_byte_closes_the_connection_instead_of_wri
     def broken(*_: object, **__: object) -> bytes:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("nanoserve.api.completions.CompletionFormat.frames", broken)
+    monkeypatch.setattr("nanoserve.api.event_writer.EventWriter.send", broken)
     api.ring.token(api.ring.added[-1].request_id, "b")
     rest = await asyncio.wait_for(reader.read(), 10)
     assert b"HTTP/1.1" not in rest  # the chunked body ends early, which clients notice

@@ -178,7 +178,7 @@ def test_a_silent_request_is_asked_for_with_growing_patience() -> None:
             sent.clear()
     assert asked_at == [5, 15, 35] and client.counters.asked == 3
     client.deliver(batch((stream.request_id, "abc", 0)))  # as told again
-    assert stream.take().text == "abc" and stream.silence._num_asked == 0
+    assert stream.take().text == "abc" and stream.silence.num_asked == 0
     client.ask_for_silent(300 * 10**9)  # a process that was stopped for long first reads what has come meanwhile
     assert not sent
 
