@@ -155,23 +155,68 @@ class RequestTable:
         plan_index, places = self._find(plan_rows, errors)
         if not len(places):
             return None
+        chosen = [plan_rows[index] for index in plan_index]
+        if all(row.num_tokens == 1 and row.samples for row in chosen):
+            return self._build_decodes(chosen, plan_index, places)
+        return self._build_any(chosen, plan_index, places)
+
+    def _build_decodes(self, chosen: list[PlanRow], plan_index: np.ndarray, places: np.ndarray) -> StepRows:
+        """What `_build_any` gives where each row is its newest token alone: most steps, in a third of the time.
+
+        No prompt position is scored there: a row that yields ends at or behind the last one.
+        """
+        columns, count = self._columns, len(places)
+        starts = np.array([row.start for row in chosen], dtype=np.int64)
+        self._check_reach(places, starts, starts + 1)
+        positions, rows = starts.astype(np.int32), np.arange(count)
+        row_starts = np.arange(count + 1, dtype=np.int32)
+        forward = ForwardBatch(
+            token_ids=columns.token_ids[places, starts],
+            positions=positions,
+            row_starts=row_starts,
+            context_lens=positions + 1,
+            block_tables=columns.block_tables[places, : int(columns.num_blocks[places].max())],
+            logit_tokens=row_starts[:-1],
+        )
+        return StepRows(
+            forward=forward,
+            plan_index=plan_index,
+            places=places,
+            starts=starts,
+            counts=np.ones(count, dtype=np.int64),
+            sampled=rows,
+            ahead=np.zeros(count, dtype=np.int64),
+            drafts={},
+            sampled_logits=rows,
+            prompt_scored=rows[:0],
+            logit_index=None,
+            greedy=bool(columns.greedy[places].all()),
+        )
+
+    def _check_reach(
+        self, places: np.ndarray, starts: np.ndarray, ends: np.ndarray, num_drafts: np.ndarray | int = 0
+    ) -> None:
         columns = self._columns
-        starts = np.array([plan_rows[index].start for index in plan_index], dtype=np.int64)
-        counts = np.array([plan_rows[index].num_tokens for index in plan_index], dtype=np.int64)
-        ends = starts + counts
-        drafts = self._write_drafts([plan_rows[index] for index in plan_index], places)
-        num_drafts = np.zeros(len(places), dtype=np.int64)
-        num_drafts[list(drafts)] = [len(ids) for ids in drafts.values()]
-        if (ends - num_drafts > columns.num_tokens[places]).any() or (counts < 1).any() or (starts < 0).any():
+        if (ends - num_drafts > columns.num_tokens[places]).any() or (ends <= starts).any() or (starts < 0).any():
             raise ValueError("a row of the plan reaches past its request's tokens")
         if (ends > columns.num_blocks[places] * self._block_size).any():
             raise ValueError("a row of the plan reaches past its request's blocks")
+
+    def _build_any(self, chosen: list[PlanRow], plan_index: np.ndarray, places: np.ndarray) -> StepRows:
+        columns = self._columns
+        starts = np.array([row.start for row in chosen], dtype=np.int64)
+        counts = np.array([row.num_tokens for row in chosen], dtype=np.int64)
+        ends = starts + counts
+        drafts = self._write_drafts(chosen, places)
+        num_drafts = np.zeros(len(places), dtype=np.int64)
+        num_drafts[list(drafts)] = [len(ids) for ids in drafts.values()]
+        self._check_reach(places, starts, ends, num_drafts)
         row_starts = np.zeros(len(places) + 1, dtype=np.int32)
         np.cumsum(counts, out=row_starts[1:])
         rows = np.repeat(np.arange(len(places)), counts)
         positions = np.arange(len(rows)) - row_starts[rows] + starts[rows]
         width = int(columns.num_blocks[places].max())
-        yielding = np.flatnonzero([plan_rows[index].samples for index in plan_index])
+        yielding = np.flatnonzero([row.samples for row in chosen])
         sampled = np.repeat(yielding, 1 + num_drafts[yielding])
         ahead = np.arange(len(sampled)) - np.searchsorted(sampled, sampled)
         scored = np.flatnonzero(columns.num_prompt_logprobs[places] != _NO_SCORES)
@@ -260,13 +305,14 @@ class RequestTable:
         )
 
     def append(self, places: np.ndarray, ahead: np.ndarray, token_ids: np.ndarray) -> None:
-        """New tokens of each place, ahead[i] others before token i. A token past the context is the request's last."""
+        """New tokens of each place in order, ahead[i] others before token i; what lies past the context is left out."""
         columns = self._columns
         positions = columns.num_tokens[places] + ahead
         inside = positions < columns.token_ids.shape[1]
-        places, positions, token_ids = places[inside], positions[inside], token_ids[inside]
+        if not inside.all():
+            places, positions, token_ids = places[inside], positions[inside], token_ids[inside]
         columns.token_ids[places, positions] = token_ids
-        np.maximum.at(columns.num_tokens, places, positions + 1)
+        columns.num_tokens[places] = positions + 1  # of several tokens of a place the last one counts
         if self._edits:
             for place, token in zip(places.tolist(), token_ids.tolist(), strict=True):
                 if place in self._edits:

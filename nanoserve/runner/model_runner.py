@@ -30,6 +30,10 @@ class _Drawn:
     token_ids: np.ndarray
     broken: np.ndarray  # bool: nothing could be drawn; only a row's first token
 
+    def only(self, which: np.ndarray) -> _Drawn:
+        columns = (self.rows, self.ahead, self.logits, self.token_ids, self.broken)
+        return _Drawn(*(column[which] for column in columns))
+
 
 class ModelRunner:
     """`Executor` over one backend, whose KV memory is already allocated."""
@@ -80,14 +84,14 @@ class ModelRunner:
 
     def _take(self, plan: StepPlan, rows: StepRows, drawn: _Drawn, result: StepResult) -> None:
         """Tokens into the result and the kept state; a row without one becomes an error."""
-        plan_index = rows.plan_index[drawn.rows]
-        good = ~drawn.broken
-        for index in plan_index[drawn.broken].tolist():
-            result.errors.append(RowError(plan.rows[index].request_id, _NOTHING_TO_DRAW))
-        for index in plan_index[good].tolist():
+        if drawn.broken.any():
+            for index in rows.plan_index[drawn.rows[drawn.broken]].tolist():
+                result.errors.append(RowError(plan.rows[index].request_id, _NOTHING_TO_DRAW))
+            drawn = drawn.only(~drawn.broken)
+        for index in rows.plan_index[drawn.rows].tolist():
             result.num_tokens[index] += 1
-        result.token_ids = drawn.token_ids[good].tolist()
-        self._table.append(rows.places[drawn.rows[good]], drawn.ahead[good], drawn.token_ids[good])
+        result.token_ids = drawn.token_ids.tolist()
+        self._table.append(rows.places[drawn.rows], drawn.ahead, drawn.token_ids)
 
     def _score_sampled(
         self, plan: StepPlan, rows: StepRows, drawn: _Drawn, logits: torch.Tensor, result: StepResult
@@ -120,6 +124,9 @@ def _accepted(rows: StepRows, sampled: Sampled) -> _Drawn:
     uniform number of its own output position, from logits and counts that hold the drafts before it; if those are
     right, it is the token of a step without drafts. Comparing is all there is to acceptance, sampled or greedy.
     """
+    every = _Drawn(rows.sampled, rows.ahead, np.arange(len(rows.sampled)), sampled.token_ids, sampled.broken)
+    if not rows.drafts:
+        return every
     kept = np.ones(len(rows.sampled), dtype=bool)
     for row, drafts in rows.drafts.items():
         first = int(np.searchsorted(rows.sampled, row))
@@ -128,8 +135,7 @@ def _accepted(rows: StepRows, sampled: Sampled) -> _Drawn:
         if len(wrong):
             kept[first + 1 + int(wrong[0]) : end] = False
         kept[first + 1 : end] &= ~sampled.broken[first + 1 : end]
-    index = np.flatnonzero(kept)
-    return _Drawn(rows.sampled[index], rows.ahead[index], index, sampled.token_ids[index], sampled.broken[index])
+    return every.only(kept)
 
 
 def _trimmed(score: TokenScores, num_top: int) -> TokenScores:

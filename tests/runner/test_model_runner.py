@@ -204,3 +204,44 @@ def test_a_plan_that_would_write_into_foreign_blocks_is_refused():
         runner.execute(StepPlan(0, [request], [PlanRow(1, 0, 9, [0, 1], True)], []))
     with pytest.raises(ValueError, match="tokens"):
         runner.execute(StepPlan(0, [request], [PlanRow(1, 0, 10, [0, 1, 2], True)], []))
+    for start, match in ((9, "tokens"), (-1, "tokens"), (8, "blocks")):
+        with pytest.raises(ValueError, match=match):
+            runner.execute(StepPlan(0, [request], [PlanRow(1, start, 1, [0, 1], True)], []))
+
+
+def test_rows_of_one_token_are_built_like_any_others():
+    """The short way of most steps gives the arrays of the long one, which prompts and drafts go through."""
+    random = np.random.default_rng(5)
+    table = make_table(max_seqs=8)
+    lengths = [int(length) for length in random.integers(2, 60, 8)]
+    for request_id, length in enumerate(lengths):
+        ids = random.integers(3, tiny.VOCAB, length).tolist()
+        table.add(NewRequest(request_id, ids, length, SamplingParams(temperature=0.5 * (request_id == 3))))
+    for chosen in ([0], [5, 2, 7], [3, 1, 0, 6], list(range(8))):
+        free = iter(range(1000))
+        plan = [
+            PlanRow(
+                request_id,
+                lengths[request_id] - 1,
+                1,
+                [next(free) for _ in range(-(-lengths[request_id] // BLOCK) - table_blocks(table, request_id))],
+                True,
+            )
+            for request_id in chosen
+        ]
+        short = table.build(plan, [])
+        long = table._build_any(plan, short.plan_index, short.places)
+        for part in ("forward", ""):
+            of_short, of_long = (getattr(rows, part) if part else rows for rows in (short, long))
+            for name in of_short.__dataclass_fields__:
+                left, right = getattr(of_short, name), getattr(of_long, name)
+                if isinstance(left, np.ndarray):
+                    assert left.dtype == right.dtype, name
+                    np.testing.assert_array_equal(left, right, err_msg=name)
+                elif name != "forward":
+                    assert left == right, name
+        assert short.greedy == (3 not in chosen)
+
+
+def table_blocks(table: RequestTable, request_id: int) -> int:
+    return int(table._columns.num_blocks[table._places[request_id]])
