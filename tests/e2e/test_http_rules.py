@@ -81,6 +81,9 @@ def test_every_number_has_a_type_and_two_bounds(sim_server: Server, path: str, n
         {"request_id": "x" * 129},
         {"cache_salt": "x" * 1025},
         {"prompt": "a " * 3_000_000},
+        {"stop_regex": ["a", "b", "c", "d", "e"]},
+        {"messages": [{"role": "user", "content": "x"}] * 4097},
+        {"messages": [{"role": "x" * 65, "content": "x"}]},
     ],
     ids=lambda fields: "-".join(fields),
 )
@@ -88,7 +91,8 @@ def test_what_multiplies_work_is_capped_before_any_work(sim_server: Server, fiel
     submitted = "nanoserve_requests_total "
     before = next(line for line in sim_server.get("/metrics")[1].splitlines() if line.startswith(submitted))
     began = time.monotonic()
-    refused(sim_server, COMPLETIONS, {**BODIES[COMPLETIONS], **fields})
+    path = CHAT if "messages" in fields else COMPLETIONS
+    refused(sim_server, path, {**BODIES[path], **fields})
     assert time.monotonic() - began < 5.0
     assert before in sim_server.get("/metrics")[1].splitlines()
 

@@ -112,6 +112,22 @@ async def test_what_is_too_long_by_its_bytes_is_not_encoded(
     assert len(api.ring.added) == 1  # the warm-up alone
 
 
+# ---- limits before work -------------------------------------------------------------------------------------
+
+
+@pytest.mark.rule(8)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/generate", "/v1/messages", "/v1/responses"])
+async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(tmp_path: Path, path: str) -> None:
+    async with loaded_api(tmp_path, ServerConfig(api=ApiConfig(max_body_bytes=1000, body_timeout=0))) as api:
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(api.url).port)
+        head = "POST {} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1001\r\n\r\n"
+        writer.write(head.format(path).encode())  # and not one byte of the body
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 10)
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert await asyncio.wait_for(reader.read(), 10) == b""  # closed: what would come next is no request
+        writer.close()
+
+
 # ---- labels, keys, connections ------------------------------------------------------------------------------
 
 

@@ -16,12 +16,14 @@ from nanoserve.ipc.messages import AddRequest, EmitMode, FinishReason, TokenText
 from tests.integration.api_ring import (
     CONTEXT,
     EOS,
+    VOCAB,
     Api,
     loaded_api,
     prompt_of,
     text_spec_of,
     token_text,
 )
+from tests.sse_grammar import check_error
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -211,6 +213,15 @@ async def test_request_id_is_echoed_and_unknown_fields_are_named(api: Api) -> No
         ({"prompt": "x", "logit_bias": {"x": 1}}, 400),
         ({"prompt": "x", "logit_bias": {"-3": 1}}, 400),
         ({"prompt": "x", "logit_bias": {"7": "y"}}, 400),
+        ({"prompt": "x", "stop_token_ids": [VOCAB]}, 400),
+        ({"prompt": "x", "stop_token_ids": [-1]}, 400),
+        ({"prompt": "x", "stop_token_ids": [2**40]}, 400),
+        ({"prompt": "x", "stop_token_ids": [VOCAB - 1], "max_tokens": 1}, 200),
+        ({"prompt": "x", "allowed_token_ids": [97, VOCAB]}, 400),
+        ({"prompt": "x", "allowed_token_ids": [-1]}, 400),
+        ({"prompt": "x", "logit_bias": {str(VOCAB): 1}}, 400),
+        ({"prompt": [VOCAB]}, 400),
+        ({"prompt": [VOCAB - 1], "max_tokens": 1}, 200),
         ({"prompt": "x", "seed": 2**63}, 400),
         ({"prompt": "x", "seed": -(2**63) - 1}, 400),
         ({"prompt": "x", "seed": "a"}, 400),
@@ -229,18 +240,22 @@ async def test_request_id_is_echoed_and_unknown_fields_are_named(api: Api) -> No
         ({"prompt": "x", "best_of": 3}, 400),
         ({"prompt": "x", "best_of": 1, "max_tokens": 1}, 200),
         ({"prompt": "x", "response_format": {"type": "json_object"}}, 400),
-        ({"prompt": "x", "stream_options": {"include_usage": True}}, 400),
+        ({"prompt": "x", "stream": False, "stream_options": {"include_usage": True}}, 400),
         ({"prompt": "x", "min_tokens": 5, "max_tokens": 2}, 400),
         ({"prompt": "x", "top_k": -1, "max_tokens": 1}, 200),
         ({"prompt": "x", "top_p": 0}, 400),
     ],
 )
 async def test_bad_bodies_get_a_4xx_in_the_envelope(api: Api, body: object, status: int) -> None:
-    got, answer = await api.post(COMPLETIONS, body)
-    assert got == status, answer
-    if status != 200:
-        assert answer["error"].keys() >= {"message", "type", "param", "code"}
-        assert answer["error"]["code"] == status and len(json.dumps(answer)) < 2048
+    """Also when a stream is asked for: whoever is refused gets a status and a JSON body."""
+    asked: list[object] = [body, {"stream": True, **body}] if isinstance(body, dict) else [body]
+    for each in asked if status != 200 else asked[:1]:
+        got, answer = await api.post(COMPLETIONS, each)
+        assert got == status, answer
+        if status != 200:
+            check_error(answer)
+            assert answer["error"]["code"] == status and len(json.dumps(answer)) < 2048
+    assert api.process.context.client.num_live == 0
 
 
 @pytest.mark.rule(26)

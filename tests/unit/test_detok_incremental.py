@@ -217,6 +217,20 @@ def test_a_window_of_plain_text_is_one_token_of_context() -> None:
         assert len(stream.context) == 1
 
 
+@pytest.mark.rule(45)
+def test_tokens_without_text_hold_nothing_up_and_do_not_widen_the_window() -> None:
+    tokenizer = byte_level()
+    special = min(tokenizer.special_ids)
+    (letter,) = tokenizer.encode("x", add_special_tokens=False)
+    counting = Counting(tokenizer)
+    decoder = WindowDecoder(counting)  # type: ignore[arg-type]
+    stream = decoder.open([], skip_special=True)
+    for token_id, text in [(letter, "x"), *[(special, "")] * 200, (letter, "x")]:
+        before = counting.decoded_ids
+        assert decoder.decode([(stream, [token_id], False)]) == [[text]]
+        assert counting.decoded_ids - before <= 3
+
+
 @pytest.mark.rule(48)
 def test_a_prompt_that_ends_inside_a_character_is_no_part_of_the_output() -> None:
     tokenizer = byte_level()
