@@ -163,6 +163,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 shown = {key: value for key, value in results[-1].items() if key != "pauses"}
                 sys.stdout.write(json.dumps(shown) + "\n")
                 sys.stdout.flush()
+                await asyncio.sleep(options.rest)
     finally:
         code = await server.stop()
     sys.stdout.write(f"undisturbed round {undisturbed_s:.2f} s, server ended with exit code {code}\n")
@@ -213,6 +214,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stop-seconds", type=float, default=5.0, help="how long each process is stopped; 0: none is")
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds between rounds, so that a standby can start")
     parser.add_argument("server_args", nargs="*", help="after --: flags of launch_server", default=["sim"])
     options = parser.parse_args()
     results = asyncio.run(measure(options))

@@ -66,7 +66,7 @@ def test_a_removed_directory_is_made_again_unless_its_name_was_taken(base: Path)
     remake_run_dir(endpoints)
     assert endpoints.run_dir.stat().st_mode & 0o777 == 0o700
     again = create_run_dir(base)
-    assert endpoints.run_dir.exists()  # locked: not taken for that of a dead server
+    assert endpoints.run_dir.exists() and (endpoints.run_dir / "lock").exists()  # so that it goes with us
     endpoints.run_dir.chmod(0o777)
     with pytest.raises(StartupError, match="not private"):
         remake_run_dir(endpoints)
