@@ -154,6 +154,7 @@ class ApiConfig:
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one")
+    root_path: str = option("", "prefix that a proxy puts before every path, as /llm; answered with and without it")
     uds: str = option("", "listen on this Unix socket instead of host and port")
     api_workers: int = option(1, "api processes on the one port")
     max_body_bytes: int = option(32 << 20, "largest request body", size=True)
@@ -170,6 +171,7 @@ class ApiConfig:
     ssl_keyfile: str = option("", "private key of the certificate (PEM)")
     http_keep_alive: float = option(75.0, "seconds an idle connection is kept")
     sse_keep_alive: float = option(15.0, "seconds of silence before a stream sends a comment; 0: never")
+    force_include_usage: bool = option(False, "a usage event at the end of every stream, asked for or not")
     max_stop_strings: int = option(16, "most stop strings in one request")
     max_logprobs: int = option(20, "most top logprobs per token")
     strict_params: bool = option(

@@ -57,6 +57,7 @@ class Admission:
         self._max_queued = max_queued
         self._overload_status = overload_status
         self.drain = DrainRate()
+        self._held_by_key: dict[str, int] = {}  # of those let in under a key
         self.num_held = 0
         self.num_rejected = 0
 
@@ -65,14 +66,29 @@ class Admission:
         if self.num_held >= self._limit:
             self._refuse(now_s)
 
-    def admit(self, num_requests: int, now_s: float) -> None:
-        """Counts them in; Unavailable when the limit would be passed. An empty server takes any one request."""
+    def admit(self, num_requests: int, now_s: float, key: str = "") -> None:
+        """Counts them in; Unavailable when the limit would be passed. An empty server takes any one request.
+
+        With a `key` (fair scheduling) equal shares: k keys that hold places may have limit/(k+1) each, so that one that
+        floods does not take the places here before the engine, which does the same over all api processes, has spoken.
+        A key that holds nothing may pass its share with one request.
+        """
         if self.num_held and self.num_held + num_requests > self._limit:
             self._refuse(now_s)
+        if key:
+            held = self._held_by_key.get(key, 0)
+            num_keys = len(self._held_by_key) + (not held)
+            if held and held + num_requests > max(self._limit // (num_keys + 1), 1):
+                self._refuse(now_s)
+            self._held_by_key[key] = held + num_requests
         self.num_held += num_requests
 
-    def leave(self, num_requests: int) -> None:
+    def leave(self, num_requests: int, key: str = "") -> None:
         self.num_held -= num_requests
+        if key:
+            self._held_by_key[key] -= num_requests
+            if not self._held_by_key[key]:
+                del self._held_by_key[key]
 
     def _refuse(self, now_s: float) -> None:
         self.num_rejected += 1

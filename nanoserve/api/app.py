@@ -9,7 +9,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -38,6 +37,14 @@ _HTTP_WORDS = {
     405: "This path does not take this method.",
     413: "The request body is too large.",
 }
+# of other servers, for models of other kinds
+_NOT_SERVED = frozenset(
+    (
+        *(prefix + path for prefix in ("", "/v1") for path in ("/embeddings", "/rerank", "/score", "/classify")),
+        *("/pooling", "/v1/moderations", "/v1/images/generations"),
+        *("/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations"),
+    )
+)
 
 
 def error_response(error: RequestError, context: ApiContext, path: str = "") -> web.Response:
@@ -60,29 +67,32 @@ async def outcome_middleware(request: web.Request, handler: Handler) -> web.Stre
     """Errors to envelopes, the request id to a header, the outcome to a counter."""
     label = request_label(request)
     context = request.app[CONTEXT]
+    path = context.own_path(request.path)
     if isinstance(request.protocol, Connection):
         request.protocol.headers_seen()
     try:
         if request.method == "OPTIONS":
             return _options(request, context)
-        context.access.check(request.path, request.headers)
-        if context.resumes is not None and LAST_EVENT_ID in request.headers and request.path not in OPEN_PATHS:
+        context.access.check(path, request.headers)
+        if context.resumes is not None and LAST_EVENT_ID in request.headers and path not in OPEN_PATHS:
             response = await resume(request, context, context.resumes)
         else:
             response = await handler(request)
     except RequestError as error:
         context.failures.note(label, error, context.clock_s())
-        response = error_response(error, context, request.path)
+        response = error_response(error, context, path)
     except web.HTTPException as error:
         words = _HTTP_WORDS.get(error.status, error.reason)
-        response = error_response(http_error(error.status, words), context, request.path)
+        if error.status == 404 and path in _NOT_SERVED:
+            words = "This server generates text from text; it serves no models for this path."
+        response = error_response(http_error(error.status, words), context, path)
         for name in ("Allow", "Location"):
             if name in error.headers:
                 response.headers[name] = error.headers[name]
     except Exception:
         # this request alone is at fault or unlucky; the loop and its neighbours go on
         log.exception("request %s failed inside the server", label)
-        response = error_response(http_error(500, "Internal server error."), context, request.path)
+        response = error_response(http_error(500, "Internal server error."), context, path)
     if has_begun(request) and not response.prepared:
         # a second answer inside the first would be worse than an end that clients notice
         assert request.transport is not None  # `has_begun` looked
@@ -131,33 +141,44 @@ def build_app(context: ApiContext) -> web.Application:
     app = web.Application(middlewares=[outcome_middleware], client_max_size=context.config.api.max_body_bytes)
     app[CONTEXT] = context
     app.on_response_prepare.append(_last_headers)
-    add_get = partial(app.router.add_get, expect_handler=_expect)
-    add_post = partial(app.router.add_post, expect_handler=_expect)
-    add_post("/v1/completions", create_completion)
-    add_post("/v1/chat/completions", create_chat_completion)
-    add_post("/v1/responses", create_response)
-    add_post("/v1/messages", create_message)
-    add_post("/v1/messages/count_tokens", count_tokens)
-    add_post("/v1/chat/completions/render", control.render)
-    add_post("/generate", generate)
-    app.router.add_put("/generate", generate, expect_handler=_expect)
-    add_post("/abort_request", control.abort_request)
-    add_post("/flush_cache", control.flush_cache)
-    add_get("/health_generate", control.health_generate)
-    add_get("/v1/loads", control.loads)
-    add_get("/model_info", control.model_info)
-    add_get("/get_model_info", control.model_info)
-    add_get("/v1/models", ops.list_models)
-    add_get("/v1/models/{name:.+}", ops.get_model)
-    add_get("/health", ops.health)
-    add_get("/ping", ops.health)
-    add_get("/ready", ops.ready)
-    add_get("/version", ops.version)
-    add_get("/openapi.json", openapi)
-    add_get("/metrics", ops.metrics)
-    add_get("/server_info", ops.server_info)
-    add_get("/get_server_info", ops.server_info)
-    for prefix in ("", "/v1"):
-        add_post(f"{prefix}/tokenize", ops.tokenize)
-        add_post(f"{prefix}/detokenize", ops.detokenize)
+    for prefix in {"", context.root_path}:
+        for method, path, handler in ROUTES:
+            if method == "GET":
+                app.router.add_get(prefix + path, handler, expect_handler=_expect)  # and HEAD
+            else:
+                app.router.add_route(method, prefix + path, handler, expect_handler=_expect)
     return app
+
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/completions", create_completion),
+    ("POST", "/v1/chat/completions", create_chat_completion),
+    ("POST", "/v1/chat/completions/render", control.render),
+    ("POST", "/v1/responses", create_response),
+    ("POST", "/v1/messages", create_message),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
+    ("POST", "/generate", generate),
+    ("PUT", "/generate", generate),
+    ("POST", "/abort_request", control.abort_request),
+    ("POST", "/flush_cache", control.flush_cache),
+    ("POST", "/pause_generation", control.pause_generation),
+    ("POST", "/continue_generation", control.continue_generation),
+    ("GET", "/health_generate", control.health_generate),
+    ("GET", "/v1/loads", control.loads),
+    ("GET", "/model_info", control.model_info),
+    ("GET", "/get_model_info", control.model_info),
+    ("GET", "/v1/models", ops.list_models),
+    ("GET", "/v1/models/{name:.+}", ops.get_model),
+    ("GET", "/health", ops.health),
+    ("GET", "/ping", ops.health),
+    ("GET", "/ready", ops.ready),
+    ("GET", "/version", ops.version),
+    ("GET", "/openapi.json", openapi),
+    ("GET", "/metrics", ops.metrics),
+    ("GET", "/server_info", ops.server_info),
+    ("GET", "/get_server_info", ops.server_info),
+    ("POST", "/tokenize", ops.tokenize),
+    ("POST", "/detokenize", ops.detokenize),
+    ("POST", "/v1/tokenize", ops.tokenize),
+    ("POST", "/v1/detokenize", ops.detokenize),
+)

@@ -43,6 +43,7 @@ class PreparedChat:
     prompt: EncodedPrompt
     requests: list[NewRequest]
     num_top: int | None  # top logprobs that are shown; None: no logprobs
+    echoed: str = ""  # text of the last message that the answer begins with
 
     def job(self, unknown_keys: tuple[str, ...] = ()) -> Job:
         valid = self.valid
@@ -61,7 +62,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     context.lifecycle.require_ready()
     decoded = _DECODER.decode(await read_body(request), strict=context.config.api.strict_params)
     chat = await prepare_chat(context, decoded.body)
-    form = ChatFormat(chat.valid, chat.prompt, chat.model, response_id=new_id("chatcmpl"), num_top=chat.num_top)
+    form = ChatFormat(chat, response_id=new_id("chatcmpl"))
     return await respond(request, context, chat.job(decoded.unknown_keys), form)
 
 
@@ -74,7 +75,14 @@ async def prepare_chat(context: ApiContext, body: ChatBody) -> PreparedChat:
     valid = await encode_bad_words(valid, context.lifecycle.require_encoder(), model)
     prompt = await encode_chat(context, model, body, valid.truncate)
     requests = build_requests(valid, [prompt], model, context.seeds, fallback_max_tokens=None, clip=clip)
-    return PreparedChat(valid=valid, model=model, prompt=prompt, requests=requests, num_top=num_top)
+    echoed = _last_text(body.messages) if body.echo else ""
+    return PreparedChat(valid=valid, model=model, prompt=prompt, requests=requests, num_top=num_top, echoed=echoed)
+
+
+def _last_text(messages: list[dict[str, Any]] | None) -> str:
+    """The last message's text where it is the assistant's: the beginning of its answer."""
+    last = normal_messages(messages)[-1]
+    return last["content"] or "" if last["role"] == "assistant" else ""
 
 
 def _check(checker: Checker, body: ChatBody) -> tuple[ValidRequest, int | None, bool]:
@@ -138,18 +146,12 @@ async def encode_chat(context: ApiContext, model: ServedModel, body: ChatBody, t
 class ChatFormat:
     """Answers as OpenAI's chat.completion objects and chunks."""
 
-    def __init__(
-        self,
-        valid: ValidRequest,
-        prompt: EncodedPrompt,
-        model: ServedModel,
-        *,
-        response_id: str,
-        num_top: int | None,
-    ) -> None:
+    def __init__(self, chat: PreparedChat, *, response_id: str) -> None:
+        valid, model, num_top = chat.valid, chat.model, chat.num_top
         self._valid = valid
-        self._prompt = prompt
+        self._prompt = chat.prompt
         self._num_top = num_top
+        self._echoed = chat.echoed
         self._head: dict[str, Any] = {
             "id": response_id,
             "object": "chat.completion",
@@ -160,7 +162,7 @@ class ChatFormat:
         self._frames = sse.ChatFrames(
             response_id=response_id, created=self._head["created"], model=model.name, fingerprint=model.fingerprint
         )
-        self._usage = UsageCounter(len(prompt.ids), valid.n)
+        self._usage = UsageCounter(len(chat.prompt.ids), valid.n)
         self._is_plain = not (valid.return_token_ids or valid.continuous_usage or num_top is not None)
         self._started: set[int] = set()
 
@@ -173,6 +175,8 @@ class ChatFormat:
             self._started.add(index)
             first = {"prompt_token_ids": self._prompt.ids} if self._valid.return_token_ids else None
             frame = self._frames.role(index, extras=first, usage=usage)
+            if self._echoed:
+                frame += self._frames.content(index, self._echoed, usage=usage)
         shown = self._logprobs(piece.logprobs) if piece.logprobs else None
         extras = {"token_ids": list(piece.token_ids)} if self._valid.return_token_ids and piece.token_ids else None
         if piece.text or shown or extras:
@@ -209,7 +213,7 @@ class ChatFormat:
     def _choice(self, choice: Choice) -> dict[str, Any]:
         shown: dict[str, Any] = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": {"role": "assistant", "content": self._echoed + choice.text, "refusal": None},
             "logprobs": self._logprobs(choice.logprobs),
             **self._ending(choice.stream, choice.record),
         }

@@ -44,6 +44,17 @@ class ApiContext:
     checker: Checker | None = None  # set when the model is loaded
     memory: Callable[[str], dict[str, int]] = field(default=lambda name: {})  # ledger of a process, by its name
 
+    @property
+    def root_path(self) -> str:
+        """What a proxy may put before every path: empty, or with a slash in front and none at the end."""
+        prefix = self.config.api.root_path.strip("/")
+        return "/" + prefix if prefix else ""
+
+    def own_path(self, path: str) -> str:
+        """The path as our routes and rules spell it."""
+        root = self.root_path
+        return path[len(root) :] if root and path.startswith(root + "/") else path
+
     def tick(self, now_s: float) -> None:
         """Everything that happens because time has passed."""
         self.pacer.tick(now_s)

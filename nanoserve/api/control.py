@@ -1,4 +1,4 @@
-"""Paths that look into the ring or act on it: render, generate-health, loads, abort, flush.
+"""Paths that look into the ring or act on it: render, generate-health, loads, abort, flush, pause.
 
 Owner process: api. Paths that change something are in `access.ADMIN_PATHS`.
 """
@@ -6,19 +6,21 @@ Owner process: api. Paths that change something are in `access.ADMIN_PATHS`.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from aiohttp import web
 
 from nanoserve.api.chat import encode_chat
 from nanoserve.api.context import CONTEXT
 from nanoserve.api.errors import Unavailable
-from nanoserve.api.http import json_response, read_body
+from nanoserve.api.http import json_response, read_json, warning_headers
 from nanoserve.api.probe import one_token_round
-from nanoserve.api.schemas import AbortBody, BodyDecoder, ChatBody
+from nanoserve.api.schemas import AbortBody, BodyDecoder, ChatBody, PauseBody
 from nanoserve.errors import RequestError
-from nanoserve.ipc.messages import ApiTask
+from nanoserve.ipc.messages import ApiTask, FlushCache, Pause
 
 _CHAT = BodyDecoder(ChatBody)
+_PAUSE = BodyDecoder(PauseBody, unsupported={})
 _ABORT = BodyDecoder(AbortBody, unsupported={})
 _GENERATE_LIMIT_S = 20.0
 _FLUSH_LIMIT_S = 20.0  # the engine looks at its messages between steps, and one with a long prompt takes its time
@@ -28,11 +30,12 @@ async def render(request: web.Request) -> web.Response:
     """The prompt a chat request would get, as text and ids, without running it."""
     context = request.app[CONTEXT]
     model = context.lifecycle.require_model()
-    body = _CHAT.decode(await read_body(request)).body
+    decoded = await read_json(request, _CHAT)
     if context.checker is not None:
-        context.checker.check_model_name(body.model)
-    prompt = await encode_chat(context, model, body, None)
-    return json_response({"prompt": prompt.text, "prompt_token_ids": prompt.ids, "count": len(prompt.ids)})
+        context.checker.check_model_name(decoded.body.model)
+    prompt = await encode_chat(context, model, decoded.body, None)
+    shown = {"prompt": prompt.text, "prompt_token_ids": prompt.ids, "count": len(prompt.ids)}
+    return json_response(shown, headers=warning_headers(decoded.unknown_keys))
 
 
 async def health_generate(request: web.Request) -> web.Response:
@@ -84,7 +87,8 @@ async def model_info(request: web.Request) -> web.Response:
 async def abort_request(request: web.Request) -> web.Response:
     """Ends requests by the exact id their clients gave, or all of them, in every api process."""
     context = request.app[CONTEXT]
-    body = _ABORT.decode(await read_body(request)).body
+    decoded = await read_json(request, _ABORT)
+    body = decoded.body
     label = body.rid or body.request_id
     if not label and not body.abort_all:
         raise RequestError("Give a `rid`, or `abort_all`.", param="rid")
@@ -96,7 +100,8 @@ async def abort_request(request: web.Request) -> web.Response:
     if silent and (unknown or labels is None):
         words = f"{', '.join(silent)} did not answer; its requests may go on."
         raise Unavailable(words, retry_after_s=1.0, code="unavailable")
-    return json_response({"aborted": sorted(ended), "unknown": unknown})
+    shown = {"aborted": sorted(ended), "unknown": unknown}
+    return json_response(shown, headers=warning_headers(decoded.unknown_keys))
 
 
 async def flush_cache(request: web.Request) -> web.Response:
@@ -105,8 +110,27 @@ async def flush_cache(request: web.Request) -> web.Response:
     context.lifecycle.require_ready()
     try:
         async with asyncio.timeout(_FLUSH_LIMIT_S):
-            num_blocks = await context.metrics.flushed(context.client.flush_cache)
+            num_blocks = await context.metrics.flushed(partial(context.client.tell, FlushCache()))
     except TimeoutError:
         raise Unavailable(f"The engine did not answer within {_FLUSH_LIMIT_S:g} s.", code="unavailable") from None
     stats = context.metrics.engine_stats
     return json_response({"status": "ok", "freed_blocks": num_blocks, "running": stats.num_running})
+
+
+async def pause_generation(request: web.Request) -> web.Response:
+    """The engine computes nothing until it is told to go on; requests are taken and wait where they are."""
+    return await _set_paused(request, True)
+
+
+async def continue_generation(request: web.Request) -> web.Response:
+    return await _set_paused(request, False)
+
+
+async def _set_paused(request: web.Request, paused: bool) -> web.Response:
+    context = request.app[CONTEXT]
+    context.lifecycle.require_ready()
+    decoded = await read_json(request, _PAUSE)
+    if decoded.body.mode not in (None, "in_place"):
+        raise RequestError("`mode` must be in_place: requests are neither ended nor sent back.", param="mode")
+    context.client.tell(Pause(paused))
+    return json_response({"status": "ok", "paused": paused}, headers=warning_headers(decoded.unknown_keys))

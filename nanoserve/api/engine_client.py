@@ -25,6 +25,7 @@ from nanoserve.ipc.messages import (
     Finished,
     FinishReason,
     FlushCache,
+    Pause,
     Release,
     Resync,
     SamplingParams,
@@ -155,9 +156,9 @@ class EngineClient:
             )
             stream.finish(TextFinished(ended, stop_string=word))
 
-    def flush_cache(self) -> None:
-        """Has the engine forget its cached prefixes."""
-        self._send(FlushCache())
+    def tell(self, message: FlushCache | Pause) -> None:
+        """A word to the engine that is about no request."""
+        self._send(message)
 
     def deliver(self, batch: TextBatch) -> None:
         """Dispatches one drained batch: rows first, then terminal records, then one Release for all of them.

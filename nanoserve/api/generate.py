@@ -20,14 +20,22 @@ from nanoserve.api.logprobs import finite
 from nanoserve.api.prompt import EncodedPrompt, Prompt, encode_prompts, parse_prompt
 from nanoserve.api.respond import Job, respond
 from nanoserve.api.results import Choice, failed_events, finish_reason, stop_reason
-from nanoserve.api.schemas import MAX_COMMAS_WITH_IDS, BodyDecoder, GenerateBody, GenerateSampling
+from nanoserve.api.schemas import MAX_COMMAS_WITH_IDS, UNSUPPORTED, BodyDecoder, GenerateBody, GenerateSampling
 from nanoserve.api.stream import Piece, RequestStream
 from nanoserve.api.validation import Checker, ValidRequest
 from nanoserve.errors import RequestError
 from nanoserve.ipc.messages import TextFinished, TokenText
 
 _DEFAULT_MAX_TOKENS = 128
-_BODY = BodyDecoder(GenerateBody, max_commas=MAX_COMMAS_WITH_IDS)
+_NOT_HERE: dict[str, tuple[Any, ...]] = {
+    "token_ids_logprob": (),
+    "input_embeds": (),
+    "image_data": (),
+    "video_data": (),
+    "audio_data": (),
+    "session_params": (),
+}
+_BODY = BodyDecoder(GenerateBody, unsupported=UNSUPPORTED | _NOT_HERE, max_commas=MAX_COMMAS_WITH_IDS)
 _SAMPLING = BodyDecoder(GenerateSampling)
 
 

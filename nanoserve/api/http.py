@@ -15,7 +15,7 @@ from aiohttp import web
 
 from nanoserve.api.context import CONTEXT
 from nanoserve.api.errors import http_error
-from nanoserve.api.schemas import header_safe
+from nanoserve.api.schemas import B, BodyDecoder, Decoded, header_safe
 from nanoserve.errors import RequestError
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -58,6 +58,12 @@ async def read_body(request: web.Request) -> bytes:
         raise
     except (web.RequestPayloadError, ValueError, EOFError) as error:
         raise RequestError(f"The body could not be read ({type(error).__name__}).") from None
+
+
+async def read_json(request: web.Request, decoder: BodyDecoder[B]) -> Decoded[B]:
+    """The body as `decoder` reads it; fields nobody knows are refused with `--strict-params`."""
+    strict = request.app[CONTEXT].config.api.strict_params
+    return decoder.decode(await read_body(request), strict=strict)
 
 
 def json_response(payload: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

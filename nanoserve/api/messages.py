@@ -11,11 +11,11 @@ import msgspec
 from aiohttp import web
 
 from nanoserve.api import sse
-from nanoserve.api.chat import PreparedChat, encode_chat, prepare_chat
+from nanoserve.api.adapters import answer_as_chat
+from nanoserve.api.chat import PreparedChat, encode_chat
 from nanoserve.api.context import CONTEXT
 from nanoserve.api.errors import messages_envelope
-from nanoserve.api.http import json_response, new_id, read_body
-from nanoserve.api.respond import respond
+from nanoserve.api.http import json_response, new_id, read_json, warning_headers
 from nanoserve.api.results import Choice
 from nanoserve.api.schemas import BodyDecoder, ChatBody
 from nanoserve.api.stream import Piece, RequestStream
@@ -37,6 +37,8 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     top_k: int | None = None
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    timeout_s: float | None = None
+    queue_timeout_s: float | None = None
 
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -52,24 +54,24 @@ _DECODER = BodyDecoder(MessagesBody, unsupported=_UNSUPPORTED)
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
-    context = request.app[CONTEXT]
-    context.lifecycle.require_ready()
-    decoded = _DECODER.decode(await read_body(request), strict=context.config.api.strict_params)
-    if decoded.body.max_tokens is None:
-        raise RequestError("`max_tokens` must be given.", param="max_tokens")
-    chat = await prepare_chat(context, _chat_body(decoded.body))
-    return await respond(request, context, chat.job(decoded.unknown_keys), MessagesFormat(chat))
+    return await answer_as_chat(request, _DECODER, _bounded_chat_body, lambda chat, _: MessagesFormat(chat))
 
 
 async def count_tokens(request: web.Request) -> web.Response:
     """How many tokens the prompt of such a request has."""
     context = request.app[CONTEXT]
     model = context.lifecycle.require_model()
-    body = _DECODER.decode(await read_body(request)).body
+    decoded = await read_json(request, _DECODER)
     if context.checker is not None:
-        context.checker.check_model_name(body.model)
-    prompt = await encode_chat(context, model, _chat_body(body), None)
-    return json_response({"input_tokens": len(prompt.ids)})
+        context.checker.check_model_name(decoded.body.model)
+    prompt = await encode_chat(context, model, _chat_body(decoded.body), None)
+    return json_response({"input_tokens": len(prompt.ids)}, headers=warning_headers(decoded.unknown_keys))
+
+
+def _bounded_chat_body(body: MessagesBody) -> ChatBody:
+    if body.max_tokens is None:
+        raise RequestError("`max_tokens` must be given.", param="max_tokens")
+    return _chat_body(body)
 
 
 def _chat_body(body: MessagesBody) -> ChatBody:
@@ -91,6 +93,8 @@ def _chat_body(body: MessagesBody) -> ChatBody:
         top_k=body.top_k,
         continue_final_message=continues,
         chat_template_kwargs=body.chat_template_kwargs,
+        timeout_s=body.timeout_s,
+        queue_timeout_s=body.queue_timeout_s,
     )
 
 
@@ -99,6 +103,8 @@ def _stop(record: TextFinished) -> dict[str, Any]:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if record.finished.reason == FinishReason.STOP and record.stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": record.stop_string}
+    if record.finished.reason == FinishReason.ABORT:  # a deadline, or /abort_request: it could go on from here
+        return {"stop_reason": "pause_turn", "stop_sequence": None}
     return {"stop_reason": "end_turn", "stop_sequence": None}
 
 

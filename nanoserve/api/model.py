@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nanoserve import __version__
 from nanoserve.api.chat_template import ChatTemplate
 from nanoserve.config import ServerConfig
 from nanoserve.errors import StartupError
@@ -56,7 +57,7 @@ def load_served_model(config: ServerConfig, model_dir: Path, facts: EngineFacts)
         facts=facts,
         longest_token_bytes=longest_token_bytes(tokenizer),
         created=int(time.time()),
-        fingerprint=_fingerprint(config, facts),
+        fingerprint=_fingerprint(config, facts, files),
     )
 
 
@@ -87,6 +88,9 @@ def _template(config: ServerConfig, files: ModelFiles) -> ChatTemplate | None:
     return ChatTemplate(source, {name: token for name, token in names.items() if token is not None})
 
 
-def _fingerprint(config: ServerConfig, facts: EngineFacts) -> str:
-    parts = (config.model.model, config.model.revision, facts.dtype, facts.device, facts.attention_backend)
-    return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+def _fingerprint(config: ServerConfig, facts: EngineFacts, files: ModelFiles) -> str:
+    """Of what an answer depends on: version, weight files (names and sizes), how the engine computes."""
+    weights = sorted((path.name, path.stat().st_size) for path in files.weight_files)
+    how = (facts.dtype, facts.kv_cache_dtype, facts.device, facts.attention_backend, asdict(config.engine))
+    parts = repr((__version__, config.model.model, config.model.revision, weights, how))
+    return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]

@@ -15,7 +15,15 @@ from nanoserve import __version__
 from nanoserve.api.context import CONTEXT
 from nanoserve.api.messages import MessagesBody
 from nanoserve.api.responses import ResponsesBody
-from nanoserve.api.schemas import AbortBody, ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
+from nanoserve.api.schemas import (
+    AbortBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    PauseBody,
+    TokenizeBody,
+)
 
 _IDS = {"type": "array", "items": {"type": "integer"}}
 _TEXT_OR_LIST = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
@@ -36,6 +44,8 @@ _POSTS: dict[str, tuple[type[msgspec.Struct], str, bool]] = {  # path: body, sum
     "/generate": (GenerateBody, "Text or ids in, text and ids out.", True),
     "/tokenize": (TokenizeBody, "Text to ids.", False),
     "/detokenize": (DetokenizeBody, "Ids to text.", False),
+    "/pause_generation": (PauseBody, "Compute nothing until told to go on.", False),
+    "/continue_generation": (PauseBody, "Go on after a pause.", False),
     "/abort_request": (AbortBody, "End requests by the id their clients gave.", False),
 }
 _GETS = {
@@ -52,21 +62,27 @@ _STATUSES = {
     "400": "something in the request is wrong",
     "401": "the API key is missing or wrong",
     "404": "no such model",
+    "405": "the path does not take this method",
     "408": "the body came too slowly",
+    "410": "the stream of this `Last-Event-ID` cannot be resumed from there",
     "413": "the body is too large",
+    "415": "the body's encoding is not one that is read",
+    "417": "the expectation cannot be met",
     "429": "too many requests",
+    "431": "headers or path are too large",
     "500": "the server is at fault",
     "503": "not ready, draining or full; see Retry-After",
 }
 
 
 async def openapi(request: web.Request) -> web.Response:
-    body = _document(request.app[CONTEXT].config.served_names)
+    context = request.app[CONTEXT]
+    body = _document(context.config.served_names, context.root_path)
     return web.Response(body=body, content_type="application/json")
 
 
 @cache
-def _document(names: tuple[str, ...]) -> bytes:
+def _document(names: tuple[str, ...], root_path: str) -> bytes:
     bodies = list(dict.fromkeys(body for body, _, _ in _POSTS.values()))
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     for (struct, field), schema in _RAW_FIELDS.items():
@@ -96,6 +112,7 @@ def _document(names: tuple[str, ...]) -> bytes:
     document = {
         "openapi": "3.1.0",
         "info": {"title": "nanoserve", "version": __version__},
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {"schemas": schemas},
     }

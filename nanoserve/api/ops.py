@@ -16,7 +16,7 @@ from aiohttp import web
 from nanoserve import __version__
 from nanoserve.api.chat import render_chat
 from nanoserve.api.context import CONTEXT, ApiContext
-from nanoserve.api.http import json_response, read_body
+from nanoserve.api.http import json_response, read_json, warning_headers
 from nanoserve.api.model import ServedModel
 from nanoserve.api.peer_answers import counts
 from nanoserve.api.pieces import token_pieces
@@ -25,7 +25,7 @@ from nanoserve.api.schemas import MAX_COMMAS_WITH_IDS, BodyDecoder, DetokenizeBo
 from nanoserve.errors import RequestError
 from nanoserve.ipc.messages import ApiReply, ApiTask, ProcessFacts
 
-_TOKENIZE = BodyDecoder(TokenizeBody, unsupported={})
+_TOKENIZE = BodyDecoder(TokenizeBody)
 _DETOKENIZE = BodyDecoder(DetokenizeBody, unsupported={}, max_commas=MAX_COMMAS_WITH_IDS)
 _MAX_DETOKENIZE = 1 << 20
 _SECRETS = ("key", "token_file", "password")
@@ -98,7 +98,8 @@ async def tokenize(request: web.Request) -> web.Response:
     """Ids of a text, or of messages through the chat template."""
     context = request.app[CONTEXT]
     model = context.lifecycle.require_model()
-    body = _TOKENIZE.decode(await read_body(request)).body
+    decoded = await read_json(request, _TOKENIZE)
+    body = decoded.body
     _check_name(context, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("Give either `prompt` or `messages`.", param="prompt")
@@ -123,14 +124,15 @@ async def tokenize(request: web.Request) -> web.Response:
     if body.with_pieces:
         pieces = await context.lifecycle.require_encoder().run(lambda: token_pieces(model.tokenizer, ids))
         answer["tokens"] = [{"id": token_id, "piece": piece} for token_id, piece in zip(ids, pieces, strict=True)]
-    return json_response(answer)
+    return json_response(answer, headers=warning_headers(decoded.unknown_keys))
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """The text of ids; ids without a token are a 400."""
     context = request.app[CONTEXT]
     model = context.lifecycle.require_model()
-    body = _DETOKENIZE.decode(await read_body(request)).body
+    decoded = await read_json(request, _DETOKENIZE)
+    body = decoded.body
     _check_name(context, body.model)
     ids = body.tokens
     if ids is None:
@@ -141,7 +143,7 @@ async def detokenize(request: web.Request) -> web.Response:
         raise RequestError(f"`tokens` has an id outside [0, {model.vocab_size - 1}].", param="tokens")
     skip = bool(body.skip_special_tokens)
     text = await context.lifecycle.require_encoder().run(lambda: model.tokenizer.decode(ids, skip_special_tokens=skip))
-    return json_response({"prompt": text, "text": text})
+    return json_response({"prompt": text, "text": text}, headers=warning_headers(decoded.unknown_keys))
 
 
 async def server_info(request: web.Request) -> web.Response:

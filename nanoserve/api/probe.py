@@ -25,7 +25,8 @@ async def one_token_round(client: EngineClient, prompt_token_ids: Sequence[int])
     stream = client.submit(new, outlet)
     try:
         while stream.finished is None:
-            await outlet.wait()
+            for ready in await outlet.wait():
+                ready.take()  # or it would not be told of the end
     finally:
         client.abort([stream], AbortCause.CLIENT_GONE)
     ended = stream.finished.finished

@@ -27,6 +27,8 @@ _ID_LISTS = msgspec.json.Decoder(list[list[int]])
 _EMPTY = "A prompt must be provided and non-empty."
 _SPACES = b" \t\r\n"
 _MAX_ROLE_CHARS = 64
+_BEGINNING = 8  # characters per token of the context: in most languages some two contexts
+_CUT_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ async def encode_prompts(
         elif prompt.text is not None:
             if truncate is None:
                 refuse_by_length(prompt.text, model)
+                await refuse_by_beginning(prompt.text, model, encoder)
             texts.append(prompt.text)
     encoded = iter(await encoder.encode(texts, add_special_tokens=add_special_tokens) if texts else [])
     rows: list[EncodedPrompt] = []
@@ -111,6 +114,22 @@ def refuse_by_length(text: str, model: ServedModel) -> None:
     at_least = num_bytes // model.longest_token_bytes
     if at_least >= model.max_model_len:
         raise too_long(at_least, model.max_model_len, at_least=True)
+
+
+async def refuse_by_beginning(text: str, model: ServedModel, encoder: Encoder) -> None:
+    """A text far longer than the context is refused by the tokens of its beginning, at a cost that follows the context.
+
+    What comes after a beginning adds to its tokens, but for a few at the cut, which lies at a space where there is one.
+    Where tokens are long the beginning grows, to at most half of the text: then the whole is encoded anyhow.
+    """
+    size = _BEGINNING * model.max_model_len
+    while size * 2 <= len(text):
+        cut = text.rfind(" ", size // 2, size)
+        (ids,) = await encoder.encode([text[: cut if cut > 0 else size]], add_special_tokens=False)
+        at_least = len(ids) - _CUT_TOKENS
+        if at_least >= model.max_model_len:
+            raise too_long(at_least, model.max_model_len, at_least=True)
+        size *= 4
 
 
 def too_long(num_prompt_tokens: int, limit: int, *, at_least: bool = False) -> RequestError:

@@ -94,8 +94,11 @@ async def _exchange(
 ) -> AsyncIterator[Exchange]:
     """Admits the job and sends its requests; however it ends, those that still live end in the engine too."""
     num_requests = len(job.requests)
-    context.admission.admit(num_requests, context.clock_s())
-    requests = _with_share(request, context, job.requests)
+    share_key = _share_key(request, context)
+    context.admission.admit(num_requests, context.clock_s(), share_key)
+    requests: Sequence[NewRequest] = job.requests
+    if share_key:
+        requests = [replace(new, share_key=share_key, num_siblings=num_requests) for new in requests]
     outlet = Outlet(context.pumps)
     streams: list[RequestStream] = []
     exchange = Exchange(context, job, form, outlet, streams, label=request_label(request))
@@ -106,7 +109,7 @@ async def _exchange(
     finally:
         context.pacer.remove(exchange)
         context.client.abort(streams, AbortCause.CLIENT_GONE)  # only those that still live: the client has gone
-        context.admission.leave(num_requests)
+        context.admission.leave(num_requests, share_key)
 
 
 class Writer(Protocol):
@@ -352,13 +355,12 @@ class Exchange:
             writer.cut()
 
 
-def _with_share(request: web.Request, context: ApiContext, requests: Sequence[NewRequest]) -> Sequence[NewRequest]:
-    """With fair scheduling: whose share of the engine they take; clients without a key have one together."""
+def _share_key(request: web.Request, context: ApiContext) -> str:
+    """With fair scheduling whose share of the engine it takes, else empty; clients without a key have one together."""
     if context.config.scheduler.scheduling_policy != "fair":
-        return requests
+        return ""
     key = given_key(request.headers).encode("utf-8", "surrogatepass")
-    share_key = hashlib.sha256(key).hexdigest()[:16]  # the key itself goes no further
-    return [replace(new, share_key=share_key, num_siblings=len(requests)) for new in requests]
+    return hashlib.sha256(key).hexdigest()[:16]  # the key itself goes no further
 
 
 def _failure_of(piece: Piece, context: ApiContext) -> RequestError | None:

@@ -14,11 +14,10 @@ import msgspec
 from aiohttp import web
 
 from nanoserve.api import sse
-from nanoserve.api.chat import PreparedChat, prepare_chat
-from nanoserve.api.context import CONTEXT
+from nanoserve.api.adapters import answer_as_chat
+from nanoserve.api.chat import PreparedChat
 from nanoserve.api.errors import envelope
-from nanoserve.api.http import new_id, read_body
-from nanoserve.api.respond import respond
+from nanoserve.api.http import new_id
 from nanoserve.api.results import Choice
 from nanoserve.api.schemas import BodyDecoder, ChatBody
 from nanoserve.api.stream import Piece, RequestStream
@@ -42,6 +41,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     store: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     timeout_s: float | None = None
+    queue_timeout_s: float | None = None
 
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -66,11 +66,7 @@ _ITEM_TYPES = frozenset({None, "message"})
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
-    context = request.app[CONTEXT]
-    context.lifecycle.require_ready()
-    decoded = _DECODER.decode(await read_body(request), strict=context.config.api.strict_params)
-    chat = await prepare_chat(context, _chat_body(decoded.body))
-    return await respond(request, context, chat.job(decoded.unknown_keys), ResponsesFormat(chat, decoded.body))
+    return await answer_as_chat(request, _DECODER, _chat_body, ResponsesFormat)
 
 
 def _chat_body(body: ResponsesBody) -> ChatBody:
@@ -97,6 +93,7 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
         top_k=body.top_k,
         chat_template_kwargs=body.chat_template_kwargs,
         timeout_s=body.timeout_s,
+        queue_timeout_s=body.queue_timeout_s,
     )
 
 
@@ -193,7 +190,9 @@ class ResponsesFormat:
         """The whole response at its end."""
         finished = record.finished
         status = "completed" if finished.reason == FinishReason.STOP else "incomplete"
-        cause = {FinishReason.LENGTH: "max_output_tokens", FinishReason.ABORT: "content_filter"}.get(finished.reason)
+        # of an abort the word says why: the deadline, or /abort_request
+        aborted = record.stop_string or "abort"
+        cause = {FinishReason.LENGTH: "max_output_tokens", FinishReason.ABORT: aborted}.get(finished.reason)
         item = {
             "type": "message",
             "id": self._item_id,

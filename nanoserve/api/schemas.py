@@ -90,6 +90,7 @@ class ChatBody(SamplingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    echo: bool | None = None  # begin the answer with the last message, where that is the assistant's
 
 
 class GenerateSampling(SamplingFields, kw_only=True):
@@ -124,6 +125,12 @@ class AbortBody(msgspec.Struct, kw_only=True):
     rid: str | None = None
     request_id: str | None = None
     abort_all: bool | None = None
+
+
+class PauseBody(msgspec.Struct, kw_only=True):
+    """POST /pause_generation and /continue_generation."""
+
+    mode: str | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

@@ -82,6 +82,7 @@ class Checker:
         self._model = model
         self._max_stop_strings = config.api.max_stop_strings
         self._max_logprobs = config.api.max_logprobs
+        self._always_usage = config.api.force_include_usage
         self._ids_only = config.model.skip_tokenizer_init
         self._has_priorities = config.scheduler.scheduling_policy == "priority"
 
@@ -132,7 +133,7 @@ class Checker:
             n=n,
             max_tokens=max_tokens,
             stream=stream,
-            include_usage=bool(options and options.include_usage),
+            include_usage=self._always_usage or bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
             interval=whole("stream_interval", body.stream_interval, 1, 1, _INT32),
             return_token_ids=bool(body.return_token_ids) or self._ids_only,

@@ -31,6 +31,7 @@ from nanoserve.ipc.messages import (
     FinishReason,
     FlushCache,
     Opened,
+    Pause,
     Release,
     Resync,
     TokenBatch,
@@ -99,6 +100,7 @@ class EngineCore:
         self._gone: dict[int, int] = {}  # api index -> last life that has ended
         self._in_step = False
         self._last_step_failed = False
+        self.paused = False
         self._progress_ns = 0  # when waiting clients were last told
         limits = scheduler.limits
         num_places = limits.max_num_seqs + limits.max_num_queued
@@ -106,7 +108,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._postponed)
+        """Whether a step is of use; never while paused."""
+        return not self.paused and (self.scheduler.has_work or bool(self._postponed))
 
     # ---- messages ----------------------------------------------------------------------------------------
 
@@ -137,6 +140,8 @@ class EngineCore:
                 self.counters.flushed_blocks += self.scheduler.tables.pool.forget_free()
                 self.counters.num_flushes += 1
                 self._builder.stats_due = True
+            case Pause():
+                self.paused = message.paused
             case ApiGone():
                 self._gone[message.api_index] = message.incarnation
                 self.handle(
@@ -232,7 +237,7 @@ class EngineCore:
 
     def heartbeat(self) -> TokenBatch:
         """A batch that carries stats. Of an idle engine it also proves that all books are closed."""
-        if not self.has_work:
+        if not self.has_work and not self.paused:
             self.scheduler.check_idle()
         self._retell_overdue(self._clock())
         return self._builder.take(self.scheduler.num_steps, self.stats())

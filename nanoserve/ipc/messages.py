@@ -134,6 +134,12 @@ class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag=12, gc=False)
     """Forget every cached prefix block that no running request holds. The next stats tell how many there were."""
 
 
+class Pause(msgspec.Struct, frozen=True, array_like=True, tag=15, gc=False):
+    """Compute nothing from now on, or go on. An engine that begins anew is not paused."""
+
+    paused: bool
+
+
 # ---- engine -> detok -------------------------------------------------------------------------------------
 
 
@@ -451,7 +457,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=10, gc=False):
     doing: str = ""  # the long step that it has declared, if any
 
 
-EngineInbox = AddRequest | AbortRequest | Release | Resync | ApiGone | FlushCache
+EngineInbox = AddRequest | AbortRequest | Release | Resync | ApiGone | FlushCache | Pause
 DetokInbox = TokenBatch
 ApiInbox = TextBatch | ServerStatus | ApiCall | ApiReply
 SupervisorInbox = Ready | StartFailed | Heartbeat

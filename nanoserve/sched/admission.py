@@ -7,7 +7,7 @@ from itertools import chain
 from math import isfinite
 
 from nanoserve.errors import RequestError
-from nanoserve.ipc.messages import PROBE_PRIORITY, SamplingParams
+from nanoserve.ipc.messages import SamplingParams
 from nanoserve.sched.request import Request
 
 
@@ -58,7 +58,7 @@ def check_admissible(request: Request, limits: SchedulerLimits, num_requests: in
         message = f"The prompt contains a token id outside the vocabulary: ids are 0 to {limits.vocab_size - 1}."
         raise RequestError(message, param="prompt")
     _check_sampling(request.sampling, limits.vocab_size)
-    has_place = request.num_output_tokens or request.priority == PROBE_PRIORITY
+    has_place = request.num_output_tokens or request.is_probe
     if num_requests >= limits.max_num_seqs + limits.max_num_queued and not has_place:
         message = "The engine is currently busy and cannot accept new requests. Please try again later."
         raise RequestError(message, status=503, error_type="service_unavailable_error", code="queue_full")

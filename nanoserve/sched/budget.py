@@ -11,7 +11,7 @@ bound: a long step then shortens at least as many waits as it lengthens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nanoserve.sched.admission import SchedulerLimits
@@ -24,6 +24,7 @@ class StepBudget:
 
     total: int
     prompts: int
+    kept: int = 0  # a token beside these, for a probe
 
     @classmethod
     def of_step(cls, limits: SchedulerLimits, running: Iterable[Request], num_waiting: int) -> StepBudget:
@@ -43,6 +44,20 @@ class StepBudget:
     def grant(self, wanted: int) -> int:
         """How many of the tokens that a running request wants it may have; 0 is none in this step."""
         return min(wanted, self.total if wanted == 1 else self.prompts)
+
+    def keep_for_probe(self, waiting: Sequence[Request]) -> None:
+        """Where a probe of health waits, its token is not taken by those that run."""
+        if waiting and waiting[0].is_probe:
+            self.kept = 1
+            self.take(1)
+
+    def for_start(self, request: Request, num_running: int, limits: SchedulerLimits) -> int:
+        """With how many tokens at most a waiting request may begin; 0: not in this step. A probe has its own seat."""
+        if request.is_probe and self.kept:
+            self.give_back(self.kept)
+            self.kept = 0
+            return 1
+        return self.prompts if num_running < limits.max_num_running else 0
 
     def take(self, num_tokens: int) -> None:
         self.total -= num_tokens

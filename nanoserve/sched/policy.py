@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from nanoserve.ipc.messages import PROBE_PRIORITY
 from nanoserve.sched.request import Request
 
 PolicyKey = tuple[int, int, int]
@@ -13,7 +12,7 @@ Policy = Callable[[Request], PolicyKey]
 
 def fcfs(request: Request) -> PolicyKey:
     """First come, first served; `sequence` decides between equal arrivals. Probes of health come first."""
-    return (-(request.priority == PROBE_PRIORITY), request.arrival_ns, request.sequence)
+    return (-request.is_probe, request.arrival_ns, request.sequence)
 
 
 def priority(request: Request) -> PolicyKey:

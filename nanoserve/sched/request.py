@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from nanoserve.ipc.messages import Finished, SamplingParams
+from nanoserve.ipc.messages import PROBE_PRIORITY, Finished, SamplingParams
 from nanoserve.sched.plan import TokenScores
 
 if TYPE_CHECKING:
@@ -50,6 +50,11 @@ class Request:
     scheduled_ns: int = 0
     first_token_ns: int = 0
     drafting: Drafting | None = None  # made when it first decodes, where speculation is on
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether it only proves that tokens come round."""
+        return self.priority == PROBE_PRIORITY
 
     @property
     def num_tokens(self) -> int:

@@ -149,6 +149,7 @@ class Scheduler:
         plan = StepPlan(self._num_steps + 1, [], [], [])
         preemptions = self.counters.preemptions
         budget = StepBudget.of_step(self.limits, self._running.values(), len(self._waiting))
+        budget.keep_for_probe(self._waiting)
         self._schedule_running(plan, budget)
         if self.counters.preemptions == preemptions:
             self._schedule_waiting(plan, budget, now_ns)
@@ -206,17 +207,18 @@ class Scheduler:
     def _schedule_waiting(self, plan: StepPlan, budget: StepBudget, now_ns: int) -> None:
         keys_in_step = self._keys_in_step(plan)
         index = misfits = 0
-        while budget.prompts > 0 and len(self._running) < self.limits.max_num_running:
-            if index >= min(len(self._waiting), MAX_PASSED_PER_STEP):
-                break
+        while index < min(len(self._waiting), MAX_PASSED_PER_STEP):
             request = self._waiting[index]
+            num_tokens = budget.for_start(request, len(self._running), self.limits)
+            if num_tokens == 0:
+                break
             hits = self.tables.cached_blocks(request)
             if self.tables.is_better_later(request, hits, keys_in_step):
                 index += 1
                 continue
             # One free block per running request stays: without it the newcomer would soon be preempted for their
             # growth, and its prompt computed in vain.
-            if not self.tables.open(request, hits, num_spare=len(self._running)):
+            if not self.tables.open(request, hits, num_spare=0 if request.is_probe else len(self._running)):
                 misfits += 1
                 if request.num_bypasses >= MAX_BYPASSES or misfits == MAX_MISFITS_PER_STEP:
                     break
@@ -226,7 +228,7 @@ class Scheduler:
                 passed.num_bypasses += 1
             del self._waiting[index]
             plan.new_requests.append(self._start(request, now_ns))
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget.prompts)
+            num_tokens = min(num_tokens, request.num_tokens - request.num_computed_tokens)
             plan.rows.append(_plan_row(request, num_tokens, list(request.block_ids)))
             keys_in_step.update(self.tables.keys_in_step(request, num_tokens))
             budget.take(num_tokens)

@@ -34,6 +34,7 @@ from nanoserve.ipc.messages import (
     Finished,
     FinishReason,
     FlushCache,
+    Pause,
     ProcessFacts,
     Release,
     Resync,
@@ -113,6 +114,7 @@ class FakeRing:
         self.released: list[int] = []
         self.flushes = 0
         self.figures = EngineStats()
+        self.paused = False
         self.auto_accept = True
         self.answers_first = True  # the warm-up; else `script` gets it too
         self.changed = asyncio.Condition()
@@ -146,6 +148,8 @@ class FakeRing:
         elif isinstance(message, FlushCache):
             self.flushes += 1
             self.stats(num_flushes=self.flushes, flushed_blocks=7 * self.flushes)
+        elif isinstance(message, Pause):
+            self.paused = message.paused
         elif isinstance(message, Release):
             self.released += message.request_ids
 
@@ -262,10 +266,11 @@ class Api:
 
     async def until_ready(self) -> None:
         for _ in range(500):
-            if (await self.get("/ready"))[0] == 200:
+            status, answer = await self.get("/ready")
+            if status == 200:
                 return
             await asyncio.sleep(0.01)
-        raise AssertionError("not ready")
+        raise AssertionError(f"not ready: {answer}")
 
 
 def parse_events(data: bytes) -> list[Any]:

@@ -137,3 +137,15 @@ async def test_truncation_keeps_the_end(api: Api) -> None:
     await api.post(COMPLETIONS, {"prompt": "x" * 500, "truncate_prompt_tokens": -1, "max_tokens": 4})
     assert len(prompt_of(api.ring.added[-1])) == CONTEXT - 4
     assert (await api.post(COMPLETIONS, {"prompt": "x", "truncate_prompt_tokens": 0}))[0] == 400
+
+
+async def test_a_round_whose_end_comes_after_its_token_is_whole(api: Api) -> None:
+    api.ring.script = lambda add: api.ring.token(add.request_id, "a")
+    asked = asyncio.create_task(api.get("/health_generate"))
+    add = await api.ring.next_added()
+    stream = api.process.context.client._live[add.request_id]
+    while not stream.first_ns:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    api.ring.finish(add.request_id)
+    assert (await asyncio.wait_for(asked, 5))[0] == 200

@@ -1,0 +1,151 @@
+"""Fields and paths beside the main ones: echo, pauses, prefixes, deadlines in other protocols, what is not served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from nanoserve.config import ApiConfig, ServerConfig
+from nanoserve.ipc.messages import AbortCause
+from tests.integration.api_ring import Api, loaded_api
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    async with loaded_api(tmp_path) as running:
+        yield running
+
+
+async def test_chat_echo_begins_with_the_last_message_of_the_assistant(api: Api) -> None:
+    body = {"messages": [USER, {"role": "assistant", "content": "Sure"}], "max_tokens": 2, "echo": True}
+    for more in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
+        status, answer = await api.post(CHAT, {**body, **more})
+        assert status == 200 and answer["choices"][0]["message"]["content"] == "Sureaa"
+        deltas = [event["choices"][0]["delta"] for event in await api.events(CHAT, {**body, **more})]
+        assert deltas == [{"role": "assistant", "content": ""}, {"content": "Sure"}, {"content": "aa"}, {}]
+    for silent in ({"messages": [USER]}, {"echo": False}):
+        answer = (await api.post(CHAT, {**body, **silent}))[1]
+        assert answer["choices"][0]["message"]["content"] == "aa"
+
+
+async def test_usage_comes_unasked_where_the_server_says_so(tmp_path: Path) -> None:
+    async with loaded_api(tmp_path, ServerConfig(api=ApiConfig(force_include_usage=True))) as api:
+        for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [USER]})):
+            events = await api.events(path, {**body, "max_tokens": 2})
+            assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 2
+
+
+async def test_a_prefix_of_the_proxy_may_be_there_or_not_and_opens_nothing(tmp_path: Path) -> None:
+    config = ServerConfig(api=ApiConfig(root_path="/llm/", api_key=("k",), admin_api_key=("admin",)))
+    async with loaded_api(tmp_path, config) as api:
+        for prefix in ("", "/llm"):
+            assert (await api.get(f"{prefix}/health"))[0] == 200
+            assert (await api.post(prefix + COMPLETIONS, {"prompt": "x", "max_tokens": 1}))[0] == 401
+            status, _ = await api.post(prefix + COMPLETIONS, {"prompt": "x", "max_tokens": 1}, X_Api_Key="k")
+            assert status == 200
+            assert (await api.post(f"{prefix}/flush_cache", {}, X_Api_Key="k"))[0] == 401
+            assert (await api.post(f"{prefix}/flush_cache", {}, X_Api_Key="admin"))[0] == 200
+            assert (await api.post(f"{prefix}/v1/messages", {}, X_Api_Key="k"))[1]["type"] == "error"
+        assert (await api.get("/llmhealth"))[0] == 401
+        async with api.http.get(api.url + "/llm/openapi.json", headers={"X-Api-Key": "k"}) as response:
+            assert (await response.json())["servers"] == [{"url": "/llm"}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_deadline_in_the_messages_protocol_is_a_pause(api: Api, stream: bool) -> None:
+    api.ring.script = lambda add: api.ring.token(add.request_id, "ab")
+    body = {"messages": [USER], "max_tokens": 9, "timeout_s": 0.1, "stream": stream}
+    if stream:
+        async with api.http.post(api.url + "/v1/messages", json=body) as response:
+            text = await response.text()
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+        (end,) = [event for event in events if event["type"] == "message_delta"]
+        assert end["delta"] == {"stop_reason": "pause_turn", "stop_sequence": None}
+    else:
+        answer = (await api.post("/v1/messages", body))[1]
+        assert (answer["content"][0]["text"], answer["stop_reason"]) == ("ab", "pause_turn")
+    await api.ring.until(lambda: api.ring.aborted)
+    assert api.ring.aborted[0].cause == AbortCause.DEADLINE
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_deadline_in_the_responses_protocol_says_so(api: Api, stream: bool) -> None:
+    api.ring.script = lambda add: api.ring.token(add.request_id, "ab")
+    body = {"input": "hi", "max_output_tokens": 9, "timeout_s": 0.1, "stream": stream}
+    if stream:
+        async with api.http.post(api.url + "/v1/responses", json=body) as response:
+            text = await response.text()
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+        assert events[-1]["type"] == "response.incomplete"
+        answer = events[-1]["response"]
+    else:
+        answer = (await api.post("/v1/responses", body))[1]
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "timeout"})
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/messages", {"messages": [USER], "max_tokens": 9}), ("/v1/responses", {"input": "hi"})],
+)
+async def test_a_queue_deadline_holds_in_every_protocol(api: Api, path: str, body: dict[str, object]) -> None:
+    api.ring.script = lambda add: None
+    status, answer = await api.post(path, {**body, "queue_timeout_s": 0.1})
+    assert (status, answer["error"]["error_code"]) == (503, "queue_timeout")
+
+
+async def test_a_pause_reaches_the_engine(api: Api) -> None:
+    for path, paused in (("/pause_generation", True), ("/continue_generation", False)):
+        assert (await api.post(path, {}))[1] == {"status": "ok", "paused": paused}
+        await api.ring.until(lambda paused=paused: api.ring.paused is paused)
+    assert (await api.post("/pause_generation", {"mode": "in_place"}))[0] == 200
+    assert (await api.post("/pause_generation", {"mode": "abort"}))[0] == 400
+
+
+@pytest.mark.rule(17)
+async def test_paths_for_other_kinds_of_models_say_what_this_server_is(api: Api) -> None:
+    status, answer = await api.post("/v1/embeddings", {"input": "x"})
+    assert (status, answer["error"]["code"]) == (404, 404) and "generates text" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [97]}), ("/abort_request", {"rid": "x"}),
+     (CHAT + "/render", {"messages": [USER]}), ("/v1/messages/count_tokens", {"messages": [USER]}),
+     ("/pause_generation", {})],
+)  # fmt: skip
+async def test_unknown_fields_are_named_on_every_path(api: Api, path: str, body: dict[str, object]) -> None:
+    async with api.http.post(api.url + path, json={**body, "frobnicate": 1}) as response:
+        assert response.status == 200 and "frobnicate" in response.headers["X-Nanoserve-Warnings"]
+
+
+async def test_unknown_fields_are_refused_on_every_path_where_the_server_is_strict(tmp_path: Path) -> None:
+    async with loaded_api(tmp_path, ServerConfig(api=ApiConfig(strict_params=True))) as api:
+        for path, body in (("/tokenize", {"prompt": "x"}), ("/abort_request", {"rid": "x"})):
+            assert (await api.post(path, {**body, "frobnicate": 1}))[0] == 400
+
+
+@pytest.mark.parametrize("field", ["token_ids_logprob", "image_data", "input_embeds", "custom_logit_processor"])
+async def test_native_fields_that_are_not_supported_are_refused(api: Api, field: str) -> None:
+    status, answer = await api.post("/generate", {"text": "x", field: [1]})
+    assert (status, answer["error"]["param"]) == (400, field)
+
+
+async def test_the_description_names_every_answer(api: Api) -> None:
+    document = (await api.get("/openapi.json"))[1]
+    answers = set(document["paths"][COMPLETIONS]["post"]["responses"])
+    assert answers >= {"200", "400", "401", "404", "408", "410", "413", "415", "417", "429", "431", "500", "503"}
+
+
+async def test_a_full_queue_does_not_make_the_ring_look_broken(api: Api) -> None:
+    api.process.context.admission.num_held = 10**6
+    assert (await api.post(COMPLETIONS, {"prompt": "x"}))[0] == 503
+    async with asyncio.timeout(5):
+        assert (await api.get("/health_generate"))[0] == 200
