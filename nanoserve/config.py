@@ -158,6 +158,9 @@ class ApiConfig:
     uds: str = option("", "listen on this Unix socket instead of host and port")
     api_workers: int = option(1, "api processes on the one port")
     max_body_bytes: int = option(32 << 20, "largest request body", size=True)
+    max_bodies_bytes: int = option(
+        256 << 20, "request bodies that an api process reads at the same time, in all; beyond it 503", size=True
+    )
     max_header_bytes: int = option(16 << 10, "largest header line, and largest path", size=True)
     max_headers: int = option(100, "most header lines of a request")
     header_timeout: float = option(20.0, "seconds a new connection has for its first headers; 0: no limit")

@@ -59,6 +59,7 @@ def _check_ranges(config: ServerConfig) -> None:
         ("port", config.api.port, 0),
         ("api_workers", config.api.api_workers, 1),
         ("max_body_bytes", config.api.max_body_bytes, 1024),
+        ("max_bodies_bytes", config.api.max_bodies_bytes, config.api.max_body_bytes),
         ("max_header_bytes", config.api.max_header_bytes, 1024),
         ("max_headers", config.api.max_headers, 8),
         ("max_connections", config.api.max_connections, 1),

@@ -49,6 +49,23 @@ class DrainRate:
         return min(max(seconds, _MIN_RETRY_S), _MAX_RETRY_S)
 
 
+class BodyBudget:
+    """Bytes of request bodies that are being read, over all connections: each has its limit, and there are many."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Counts them in as they come: announcing a body takes nothing from anybody. Unavailable beyond the limit."""
+        if self.num_bytes + num_bytes > self._max_bytes:
+            raise Unavailable("Too many request bodies are being read at once.", retry_after_s=_MIN_RETRY_S)
+        self.num_bytes += num_bytes
+
+    def give(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
+
 class Admission:
     """Counts the requests that this process has let in and that have not ended."""
 

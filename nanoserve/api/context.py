@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from nanoserve.api.access import Access
-from nanoserve.api.admission import Admission
+from nanoserve.api.admission import Admission, BodyBudget
 from nanoserve.api.engine_client import EngineClient
 from nanoserve.api.failure_log import FailureLog
 from nanoserve.api.lifecycle import Lifecycle
@@ -36,6 +36,7 @@ class ApiContext:
     pacer: Pacer
     access: Access
     peers: Peers
+    bodies: BodyBudget
     seeds: random.Random
     clock_s: Callable[[], float] = field(default=time.monotonic)
     failures: FailureLog = field(default_factory=FailureLog)
@@ -97,12 +98,18 @@ def build_context(config: ServerConfig, client: EngineClient, metrics: Metrics, 
         metrics=metrics,
         pacer=Pacer(),
         access=Access(config.api),
+        bodies=BodyBudget(config.api.max_bodies_bytes),
         peers=peers,
         seeds=random.Random(seed) if seed else random.SystemRandom(),
     )
     if config.api.resume_grace:
-        context.resumes = Resumes(
+        resumes = context.resumes = Resumes(
             grace_s=config.api.resume_grace, max_bytes=config.api.stream_buffer_bytes, clock_s=context.clock_s
+        )
+        metrics.watch_gauge(
+            "resumable_streams_forgotten",
+            "ended streams that made room for others before their grace time was over",
+            lambda: resumes.num_forgotten,
         )
     metrics.watch_client(client.counters)
     metrics.watch_gauge("api_live_requests", "requests this api process has in the ring", lambda: client.num_live)

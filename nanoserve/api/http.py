@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from nanoserve.api.admission import BodyBudget
 from nanoserve.api.context import CONTEXT
 from nanoserve.api.errors import http_error
 from nanoserve.api.schemas import B, BodyDecoder, Decoded, header_safe
@@ -41,8 +42,9 @@ def request_label(request: web.Request) -> str:
 
 async def read_body(request: web.Request) -> bytes:
     """The whole body. RequestError 400 for another content type or a broken encoding, 413 when it is too large,
-    415 for an encoding that would be read as if it were none.
+    415 for an encoding that would be read as if it were none, 503 when all bodies together are too large.
     """
+    context = request.app[CONTEXT]
     if "Content-Type" in request.headers and request.content_type != "application/json":
         raise RequestError("Unsupported Media Type: Only 'application/json' is allowed")
     if request.headers.get("Content-Encoding", "identity").lower() not in _ENCODINGS:
@@ -50,14 +52,28 @@ async def read_body(request: web.Request) -> bytes:
     if (request.content_length or 0) > request.client_max_size:
         raise http_error(413, "The request body is too large.")  # before a byte of it is read
     try:
-        async with asyncio.timeout(request.app[CONTEXT].config.api.body_timeout or None):
-            return await request.read()
+        async with asyncio.timeout(context.config.api.body_timeout or None):
+            return await _read(request, context.bodies)
     except TimeoutError:
         raise http_error(408, "The request body did not come in time.") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise
     except (web.RequestPayloadError, ValueError, EOFError) as error:
         raise RequestError(f"The body could not be read ({type(error).__name__}).") from None
+
+
+async def _read(request: web.Request, bodies: BodyBudget) -> bytes:
+    """As `request.read`, within the budget; and nothing keeps the body when the handler is done with it."""
+    chunks: list[bytes] = []
+    num_bytes = 0
+    try:
+        async for chunk in request.content.iter_any():
+            bodies.take(len(chunk))
+            num_bytes += len(chunk)
+            chunks.append(chunk)
+            if num_bytes > request.client_max_size:
+                raise http_error(413, "The request body is too large.")
+        return b"".join(chunks)
+    finally:
+        bodies.give(num_bytes)
 
 
 async def read_json(request: web.Request, decoder: BodyDecoder[B]) -> Decoded[B]:

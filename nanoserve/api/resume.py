@@ -1,8 +1,9 @@
 """Event streams that survive a dropped connection: `id:` per event, and `Last-Event-ID` to go on after it.
 
 Owner process: api; used with `--resume-grace`. The answer is produced by a task of its own into a bounded log; HTTP
-connections only follow that log. When nobody has followed for the grace time, the answer is given up. Ids are
-`<response id>:<number>`, absolute, so a reconnect at any point has neither a gap nor a repeat.
+connections only follow that log. When nobody has followed for the grace time, the answer is given up; ended answers are
+also bounded in number and bytes, and the oldest are forgotten early. Ids are `<response id>:<number>`, absolute, so a
+reconnect at any point has neither a gap nor a repeat.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from nanoserve.api.sse import Around
 
 LAST_EVENT_ID = "Last-Event-ID"
 _MAX_TAKEN_BYTES = 256 << 10
+_MAX_ENDED = 1024  # answers that have ended and wait for a client who may ask for them again
+_MAX_ENDED_BYTES = 64 << 20  # of their logs together
 
 
 class EventLog:
@@ -42,6 +45,10 @@ class EventLog:
     @property
     def next_number(self) -> int:
         return self._first + len(self._events)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
 
     async def begin(self, data: bytes) -> None:
         self.send(data)
@@ -111,6 +118,10 @@ class ResumableStream:
     def is_given_up(self, now_s: float) -> bool:
         return not self._num_followers and now_s - self._left_s >= self._grace_s
 
+    @property
+    def is_followed(self) -> bool:
+        return self._num_followers > 0
+
     def is_owned_by(self, key: str) -> bool:
         return hmac.compare_digest(self._owner.encode("utf-8", "surrogatepass"), key.encode("utf-8", "surrogatepass"))
 
@@ -162,13 +173,30 @@ class ResumableStream:
 
 
 class Resumes:
-    """The resumable streams of this api process, by id."""
+    """The resumable streams of this api process, by id.
 
-    def __init__(self, *, grace_s: float, max_bytes: int, clock_s: Callable[[], float]) -> None:
+    Live ones are bounded by admission, each log by `max_bytes`. Ended ones are bounded here, by `max_ended` and
+    `max_ended_bytes`: beyond that the first to end that nobody follows is forgotten, and is a 404 from then on.
+    """
+
+    def __init__(
+        self,
+        *,
+        grace_s: float,
+        max_bytes: int,
+        clock_s: Callable[[], float],
+        max_ended: int = _MAX_ENDED,
+        max_ended_bytes: int = _MAX_ENDED_BYTES,
+    ) -> None:
         self._grace_s = grace_s
         self._max_bytes = max_bytes
         self._clock_s = clock_s
+        self._max_ended = max_ended
+        self._max_ended_bytes = max_ended_bytes
         self._streams: dict[str, ResumableStream] = {}
+        self._ended: dict[str, ResumableStream] = {}  # of those, in the order in which they ended
+        self._num_ended_bytes = 0
+        self.num_forgotten = 0  # before their grace time was over
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -198,6 +226,7 @@ class Resumes:
             task.result()  # raises the refusal
         stream = ResumableStream(log, task, self._grace_s, self._clock_s, owner=owner)
         self._streams[stream_id] = stream
+        task.add_done_callback(lambda _: self._note_ended(stream_id))
         return stream
 
     def find(self, event_id: str, key: str = "") -> tuple[ResumableStream, int]:
@@ -220,9 +249,28 @@ class Resumes:
         for stream_id, stream in list(self._streams.items()):
             if stream.is_given_up(now_s):
                 stream.give_up()
-                del self._streams[stream_id]
+                self._forget(stream_id)
 
     def close(self) -> None:
-        for stream in self._streams.values():
+        for stream_id, stream in list(self._streams.items()):
             stream.give_up()
-        self._streams.clear()
+            self._forget(stream_id)
+
+    def _note_ended(self, stream_id: str) -> None:
+        """Makes room for it among the ended ones; one that was given up is gone already."""
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            return
+        self._ended[stream_id] = stream
+        self._num_ended_bytes += stream.log.num_bytes
+        for oldest_id, oldest in list(self._ended.items()):
+            if len(self._ended) <= self._max_ended and self._num_ended_bytes <= self._max_ended_bytes:
+                break
+            if not oldest.is_followed:
+                self._forget(oldest_id)
+                self.num_forgotten += 1
+
+    def _forget(self, stream_id: str) -> None:
+        stream = self._streams.pop(stream_id)
+        if self._ended.pop(stream_id, None) is not None:
+            self._num_ended_bytes -= stream.log.num_bytes  # an ended log does not change

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.api.resume import EventLog
+from nanoserve.api.resume import EventLog, Resumes
 from nanoserve.config import ApiConfig, ServerConfig
 from nanoserve.errors import RequestError
 from tests.integration.api_ring import Api, loaded_api
@@ -100,3 +100,50 @@ def test_a_log_that_has_lost_the_place_says_so() -> None:
         with pytest.raises(RequestError) as caught:
             log.since(number)
         assert caught.value.status == 410
+
+
+@pytest.mark.parametrize(
+    ("bounds", "kept"),
+    [({"max_ended": 2}, ["3", "4"]), ({"max_ended_bytes": 100}, ["4"]), ({}, ["0", "1", "2", "3", "4"])],
+)
+async def test_ended_streams_are_bounded_and_the_first_to_end_are_forgotten(
+    bounds: dict[str, int], kept: list[str]
+) -> None:
+    resumes = Resumes(grace_s=60.0, max_bytes=1000, clock_s=lambda: 0.0, **bounds)
+
+    async def produce(log: EventLog) -> None:
+        await log.begin(b"data: %b\n\n" % (b"x" * 50))
+
+    for number in range(5):
+        await resumes.start(str(number), produce)
+        await asyncio.sleep(0.01)
+    found = []
+    for number in range(5):
+        try:
+            resumes.find(f"{number}:0")
+            found.append(str(number))
+        except RequestError as gone:
+            assert gone.status == 404
+    assert found == kept and resumes.num_forgotten == 5 - len(kept)
+    resumes.close()
+    assert len(resumes) == 0 and resumes._num_ended_bytes == 0
+
+
+async def test_a_stream_that_somebody_follows_is_not_forgotten() -> None:
+    resumes = Resumes(grace_s=60.0, max_bytes=1000, clock_s=lambda: 0.0, max_ended=1)
+    may_end = asyncio.Event()
+
+    async def produce(log: EventLog) -> None:
+        await log.begin(b"data: x\n\n")
+        await may_end.wait()
+
+    first = await resumes.start("first", produce)
+    follower = asyncio.create_task(first.take(1, 60.0))  # waits for the next event
+    await asyncio.sleep(0.01)
+    first._num_followers += 1  # and another, who has not read to the end yet
+    may_end.set()
+    await resumes.start("second", produce)
+    await follower
+    await asyncio.sleep(0.01)
+    assert resumes.find("first:0")[0] is first and len(resumes) == 1
+    resumes.close()

@@ -284,6 +284,41 @@ async def test_paths_methods_sizes_and_types_have_the_envelope(tmp_path: Path) -
             assert response.status == 413
 
 
+@pytest.mark.rule(8)
+async def test_bodies_together_are_bounded_and_the_room_comes_back(tmp_path: Path) -> None:
+    config = ServerConfig(api=ApiConfig(max_body_bytes=1000, max_bodies_bytes=1500))
+    async with loaded_api(tmp_path, config) as api:
+        half_read = asyncio.Event()
+        may_go_on = asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b'{"prompt": "x", "max_tokens": 1' + b" " * 868
+            half_read.set()
+            await may_go_on.wait()
+            yield b"}"
+
+        async def post(data: bytes | AsyncIterator[bytes]) -> tuple[int, str]:
+            headers = {"Content-Type": "application/json"}
+            async with api.http.post(api.url + COMPLETIONS, data=data, headers=headers) as response:
+                await response.read()
+                return response.status, response.headers.get("Retry-After", "")
+
+        slow = asyncio.create_task(post(slowly()))
+        await half_read.wait()
+        bodies = api.process.context.bodies
+        for _ in range(500):
+            if bodies.num_bytes:
+                break
+            await asyncio.sleep(0.01)
+        assert bodies.num_bytes == 899
+        assert await post(b'{"prompt": "x"' + b" " * 700 + b"}") == (503, "1")
+        assert (await post(b'{"prompt": "x", "max_tokens": 1}'))[0] == 200  # a small one has room
+        may_go_on.set()
+        assert (await slow)[0] == 200
+        assert bodies.num_bytes == 0
+        assert (await post(b'{"prompt": "x", "max_tokens": 1' + b" " * 700 + b"}"))[0] == 200
+
+
 async def test_model_defaults_apply_unless_told_otherwise(tmp_path: Path) -> None:
     generation = {"temperature": 0.25, "top_k": 9}
     async with loaded_api(tmp_path / "a", generation=generation) as api:
