@@ -132,6 +132,10 @@ class CacheConfig:
         0, "bytes of KV cache (512MiB, 4GiB); 0: a quarter of the free memory, at most what the limits can use",
         size=True,
     )  # fmt: skip
+    kv_cache_dtype: str = option(
+        "auto", "type of keys and values: auto is the computing type, int8 half of bfloat16's bytes (see docs/models.md)",
+        choices=("auto", "bfloat16", "int8"),
+    )  # fmt: skip
     num_kv_blocks: int = option(0, "exact number of KV blocks, for tests; 0: from --kv-cache-memory")
 
 

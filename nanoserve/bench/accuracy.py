@@ -20,6 +20,7 @@ from nanoserve.config import ServerConfig
 from nanoserve.hub.model_files import ModelFiles, read_model_files
 from nanoserve.hub.resolve import prepare
 from nanoserve.runner.backend import ForwardBackend, ForwardBatch
+from nanoserve.runner.kv_cache import choose_kv_dtype
 from nanoserve.runner.loader import load_weights
 from nanoserve.runner.models import read_model_spec
 from nanoserve.runner.models.spec import ModelSpec
@@ -31,15 +32,18 @@ _BLOCK = 16
 
 
 def _open(name: str, files: ModelFiles, spec: ModelSpec) -> ForwardBackend:
-    """`name` is a quantization of the engine, or torch-float32, torch-bfloat16."""
+    """`name` is a quantization of the engine, or torch-float32, torch-bfloat16; ":int8" behind it: an int8 KV cache."""
+    name, _, kv_dtype = name.partition(":")
 
     def read(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return load_weights(files.weight_files, spec, dtype, lambda part: None)
 
     if name.startswith("torch-"):
         dtype = torch.float32 if name.endswith("32") else torch.bfloat16
-        return TorchBackend(spec, read(dtype), block_size=_BLOCK, dtype=dtype, device=torch.device("cpu"))
-    return open_native(files, spec, NativeOptions(quantization=name), read, lambda stage, part: None)
+        kv = choose_kv_dtype(kv_dtype or "auto", dtype)
+        return TorchBackend(spec, read(dtype), block_size=_BLOCK, dtype=dtype, device=torch.device("cpu"), kv_dtype=kv)
+    options = NativeOptions(quantization=name, kv_dtype=choose_kv_dtype(kv_dtype or "auto", torch.bfloat16))
+    return open_native(files, spec, options, read, lambda stage, part: None)
 
 
 def _batch(rows: list[tuple[int, list[int], int]], width: int, *, last_only: bool = False) -> ForwardBatch:

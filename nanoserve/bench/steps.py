@@ -23,6 +23,7 @@ from nanoserve.hub.cache import cache_root
 from nanoserve.hub.model_files import read_model_files
 from nanoserve.hub.resolve import prepare
 from nanoserve.runner.backend import ForwardBatch
+from nanoserve.runner.kv_cache import choose_kv_dtype
 from nanoserve.runner.loader import load_weights
 from nanoserve.runner.models import read_model_spec
 from nanoserve.runner.native.backend import NativeBackend, NativeOptions
@@ -60,6 +61,7 @@ def prefill_batch(rng: np.random.Generator, vocab: int, tokens: int) -> ForwardB
 
 
 def _open(model: str, quantization: str, threads: int) -> NativeBackend:
+    quantization, _, kv_dtype = quantization.partition(":")
     config = ServerConfig()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, model=model))
     files = read_model_files(prepare(config, lambda stage, part: None))
@@ -67,6 +69,7 @@ def _open(model: str, quantization: str, threads: int) -> NativeBackend:
     options = NativeOptions(
         threads=threads,
         quantization=quantization,
+        kv_dtype=choose_kv_dtype(kv_dtype or "auto", torch.bfloat16),
         cache_dir=cache_root(config.model) / "native",
         fingerprint=fingerprint(files.weight_files),
     )
@@ -92,7 +95,7 @@ def _times(run: Callable[[], object], seconds: float, clock: Callable[[], float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--quantization", nargs="+", default=["auto"])
+    parser.add_argument("--quantization", nargs="+", default=["auto"], help="with :int8 behind it: an int8 KV cache")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--decode", nargs="*", default=["1x256", "8x256", "32x256", "64x256"], help="ROWSxCONTEXT")
     parser.add_argument("--prefill", nargs="*", type=int, default=[512], help="tokens")
@@ -121,7 +124,7 @@ def main() -> None:
                 times = _times(functools.partial(backend.forward, batch), args.seconds, clock)
                 median = statistics.median(times)
                 sys.stdout.write(
-                    f"{case:16s} {name:5s} {median:8.2f} ms ({min(times):.2f}..{max(times):.2f}, n={len(times)}) "
+                    f"{case:16s} {name:9s} {median:8.2f} ms ({min(times):.2f}..{max(times):.2f}, n={len(times)}) "
                     f"{tokens / median * 1e3:7.0f} tok/s   memory {speed:.0f} GB/s\n"
                 )
                 sys.stdout.flush()

@@ -349,6 +349,7 @@ class EngineFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     attention_backend: str = ""
     weights_bytes: int = 0
     kv_bytes: int = 0
+    kv_cache_dtype: str = ""
 
 
 class ProcessFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):

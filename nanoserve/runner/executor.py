@@ -20,7 +20,7 @@ from nanoserve.hub.model_files import ModelFiles, read_model_files
 from nanoserve.ipc.messages import EngineFacts
 from nanoserve.runner.backend import ForwardBackend, ForwardBatch
 from nanoserve.runner.batch import RequestTable
-from nanoserve.runner.kv_cache import choose_num_blocks, free_memory
+from nanoserve.runner.kv_cache import choose_kv_dtype, choose_num_blocks, free_memory
 from nanoserve.runner.loader import dummy_weights, load_weights
 from nanoserve.runner.model_runner import ModelRunner
 from nanoserve.runner.models import read_model_spec
@@ -80,6 +80,7 @@ def create_executor(config: ServerConfig, model_dir: Path, progress: Progress) -
         attention_backend=backend.name,
         weights_bytes=sum(int(np.prod(shape)) for shape in spec.tensor_shapes().values()) * dtype.itemsize,
         kv_bytes=num_blocks * backend.kv_bytes_per_block(),
+        kv_cache_dtype=str(choose_kv_dtype(config.cache.kv_cache_dtype, dtype)).removeprefix("torch."),
     )
     return ModelRunner(backend, table), facts
 
@@ -140,7 +141,8 @@ def _make_backend(
             return native
     if config.model.quantization in ("int8", "gguf"):
         raise ConfigError(f"--quantization {config.model.quantization} needs the C++ engine, which is not used here")
-    return TorchBackend(spec, read(dtype), block_size=config.cache.block_size, dtype=dtype, device=device)
+    block_size, kv_dtype = config.cache.block_size, choose_kv_dtype(config.cache.kv_cache_dtype, dtype)
+    return TorchBackend(spec, read(dtype), block_size=block_size, dtype=dtype, device=device, kv_dtype=kv_dtype)
 
 
 def _native_backend(
@@ -165,6 +167,7 @@ def _native_backend(
             threads=config.engine.engine_threads,
             max_positions=context,
             quantization=config.model.quantization,
+            kv_dtype=choose_kv_dtype(config.cache.kv_cache_dtype, dtype),
             cache_dir=cache_root(config.model) / "native",
             fingerprint="" if config.model.load_format == "dummy" else fingerprint(files.weight_files),
         )

@@ -1,6 +1,7 @@
 """KV memory: its layout, its size in bytes, and how many blocks to make. Owner: the engine process.
 
 A slot holds the key and the value of one token in one layer; block b is slots b*block_size .. (b+1)*block_size-1.
+As int8 a slot also holds one float32 scale per head for the key and one for the value: the largest magnitude / 127.
 One slot past the last block is never written and stays zero: padding reads it, so that whatever another request
 left behind (a NaN, say) cannot reach a row through a masked weight of 0 (0 * NaN is NaN).
 """
@@ -19,10 +20,17 @@ from nanoserve.runner.models.spec import ModelSpec
 
 _FREE_SHARE = 0.25  # of the free memory, when the operator names no size
 _CGROUP = Path("/sys/fs/cgroup")
+_LEVELS = 127  # of int8, in each direction
+_LEAST = 1e-30  # a head without a larger number is stored as zeros: its scale would have no reciprocal
+
+
+def choose_kv_dtype(name: str, compute: torch.dtype) -> torch.dtype:
+    """The type of keys and values for `--kv-cache-dtype`; auto: the one that is computed in."""
+    return {"auto": compute, "bfloat16": torch.bfloat16, "int8": torch.int8}[name]
 
 
 class PagedKVCache:
-    """Keys and values of all layers, [num_layers, num_slots + 1, num_kv_heads, head_dim] each."""
+    """Keys and values of all layers, [num_layers, num_slots + 1, num_kv_heads, head_dim] each; int8 with scales."""
 
     def __init__(
         self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -33,18 +41,44 @@ class PagedKVCache:
         # zeros, not empty: the system hands out zero pages only when they are touched, so this costs nothing.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
+        scales = shape[:3] if dtype == torch.int8 else (0,)
+        self.key_scales = torch.zeros(scales, device=device)
+        self.value_scales = torch.zeros(scales, device=device)
         if self.keys.device.type == "cpu":
-            for tensor in (self.keys, self.values):
+            for tensor in (self.keys, self.values, self.key_scales, self.value_scales):
                 claim("kv cache", tensor.data_ptr(), tensor.nbytes)
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores key and value [T, num_kv_heads, head_dim] of one layer at int64 slots [T]."""
-        self.keys[layer].index_copy_(0, slots, key)
-        self.values[layer].index_copy_(0, slots, value)
+        if self.keys.dtype == torch.int8:
+            key, scales = _quantize(key)
+            self.key_scales[layer].index_copy_(0, slots, scales)
+            value, scales = _quantize(value)
+            self.value_scales[layer].index_copy_(0, slots, scales)
+        self.keys[layer].index_copy_(0, slots, key.to(self.keys.dtype))
+        self.values[layer].index_copy_(0, slots, value.to(self.values.dtype))
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer at int64 slots [N], float32 [N, num_kv_heads, head_dim] each."""
+        key, value = self.keys[layer][slots].float(), self.values[layer][slots].float()
+        if self.keys.dtype == torch.int8:
+            key *= self.key_scales[layer][slots][..., None]
+            value *= self.value_scales[layer][slots][..., None]
+        return key, value
+
+
+def _quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, heads, head_dim] -> whole numbers -127..127 as float32, and float32 scales [T, heads]."""
+    x = x.float()
+    top = x.abs().amax(dim=-1)
+    steps = torch.where(top > _LEAST, _LEVELS / top, 0.0)
+    return (x * steps[..., None]).round_().clamp_(-_LEVELS, _LEVELS), torch.where(top > _LEAST, top / _LEVELS, 0.0)
 
 
 def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    return spec.kv_values_per_token() * block_size * int(dtype.itemsize)
+    """`dtype` is that of keys and values; int8 brings its scales along."""
+    scales = 2 * spec.num_layers * spec.num_kv_heads * torch.float32.itemsize if dtype == torch.int8 else 0
+    return (spec.kv_values_per_token() * int(dtype.itemsize) + scales) * block_size
 
 
 def choose_num_blocks(

@@ -24,16 +24,23 @@ _PROBED_ROWS = 512
 
 
 class TorchBackend:
-    """`ForwardBackend` in plain torch. Empties `weights` while it takes them over."""
+    """`ForwardBackend` in plain torch. Empties `weights` while it takes them over; `kv_dtype` is `dtype` by default."""
 
     name = "torch"
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, *, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self._spec = spec
         self._block_size = block_size
-        self._dtype = dtype
+        self._kv_dtype = kv_dtype or dtype
         self._device = device
         self._decoder = Decoder(spec, weights, dtype, device)
         unit = _stable_row_unit(self._decoder.matrices()) if device.type == "cpu" else 0
@@ -43,10 +50,10 @@ class TorchBackend:
         self._attention: PagedAttention | None = None
 
     def kv_bytes_per_block(self) -> int:
-        return bytes_per_block(self._spec, self._block_size, self._dtype)
+        return bytes_per_block(self._spec, self._block_size, self._kv_dtype)
 
     def allocate_kv(self, num_blocks: int) -> None:
-        self._cache = PagedKVCache(self._spec, num_blocks, self._block_size, self._dtype, self._device)
+        self._cache = PagedKVCache(self._spec, num_blocks, self._block_size, self._kv_dtype, self._device)
         self._attention = TorchPagedAttention(
             self._spec, self._block_size, self._cache.zero_slot, self._row_unit, self._device
         )
@@ -68,7 +75,7 @@ class TorchBackend:
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             cache.write(layer, slots, key[:num_tokens], value[:num_tokens])
-            mixed = attention.attend(plan, layer, query[:num_tokens], cache.keys[layer], cache.values[layer])
+            mixed = attention.attend(plan, layer, query[:num_tokens], cache)
             return self._pad(mixed)
 
         token_ids = self._pad(torch.from_numpy(batch.token_ids.astype(np.int64)).to(self._device))

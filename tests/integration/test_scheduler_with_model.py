@@ -29,18 +29,23 @@ MODEL = {
     "max_position_embeddings": 2048,
 }
 NUM_STORMS = 12
-BACKENDS = {"torch": ("float32", 4, "torch"), "native": ("bfloat16", 16, "auto")}  # dtype, block size, flag
+BACKENDS = {  # dtype, block size, attention backend, type of the KV cache
+    "torch": ("float32", 4, "torch", "auto"),
+    "torch-int8": ("float32", 4, "torch", "int8"),
+    "native": ("bfloat16", 16, "auto", "auto"),
+    "native-int8": ("bfloat16", 16, "auto", "int8"),
+}
 
 
 def make_runner(model_dir: Path, backend: str, num_blocks: int) -> tuple[ModelRunner, EngineFacts]:
     """A tiny random Llama; equal weights in every runner of one backend."""
-    dtype, block_size, asked = BACKENDS[backend]
+    dtype, block_size, asked, kv_dtype = BACKENDS[backend]
     (model_dir / "config.json").write_text(json.dumps(MODEL))
     config = ServerConfig(
         model=ModelConfig(load_format="dummy", dtype=dtype, seed=3, cache_dir=str(model_dir), max_model_len=256),
         engine=EngineConfig(device="cpu", engine_threads=1, attention_backend=asked),
         scheduler=SchedulerConfig(max_num_seqs=8),
-        cache=CacheConfig(block_size=block_size, num_kv_blocks=num_blocks),
+        cache=CacheConfig(block_size=block_size, num_kv_blocks=num_blocks, kv_cache_dtype=kv_dtype),
     )
     return create_executor(config, model_dir, lambda stage, progress: None)
 
@@ -50,9 +55,9 @@ def make_runner(model_dir: Path, backend: str, num_blocks: int) -> tuple[ModelRu
 def test_every_output_equals_the_solo_run(backend: str, tmp_path: Path) -> None:
     block_size = BACKENDS[backend][1]
     solo_runner, facts = make_runner(tmp_path, backend, 64)
-    if backend == "native" and facts.attention_backend != "native":
+    if backend.startswith("native") and facts.attention_backend != "native":
         pytest.skip("the C++ engine cannot run on this machine")
-    assert facts.batch_invariant
+    assert facts.batch_invariant and (facts.kv_cache_dtype == "int8") == backend.endswith("int8")
     preemptions = hits = 0
     outputs = set()
     for seed in range(NUM_STORMS):

@@ -70,8 +70,16 @@ def make_native(spec: ModelSpec, *, num_blocks: int = 160, seed: int = 0, **opti
     return backend
 
 
-def make_torch(spec: ModelSpec, dtype: torch.dtype, *, num_blocks: int = 160, block_size: int = 16) -> TorchBackend:
+def make_torch(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    *,
+    num_blocks: int = 160,
+    block_size: int = 16,
+    kv_dtype: torch.dtype | None = None,
+) -> TorchBackend:
     weights = make_weights(spec)
-    backend = TorchBackend(spec, weights, block_size=block_size, dtype=dtype, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    backend = TorchBackend(spec, weights, block_size=block_size, dtype=dtype, device=device, kv_dtype=kv_dtype)
     backend.allocate_kv(num_blocks)
     return backend

@@ -93,6 +93,20 @@ def test_a_directory_is_served(reference, model_dir):
     assert facts.weights_bytes == 4 * sum(parameter.numel() for parameter in reference.parameters())
 
 
+def test_int8_keys_and_values_hold_more_tokens_in_the_same_memory(reference, model_dir):
+    memory = 1 << 20
+    spec = tiny.make_spec(reference)
+    facts = {}
+    for kv_dtype in ("auto", "bfloat16", "int8"):
+        cache = CacheConfig(kv_cache_memory=memory, kv_cache_dtype=kv_dtype)
+        facts[kv_dtype] = create(model_dir, cache=cache)[1]
+    assert [facts[name].kv_cache_dtype for name in facts] == ["float32", "bfloat16", "int8"]
+    per_head = {"auto": 4 * spec.head_dim, "bfloat16": 2 * spec.head_dim, "int8": spec.head_dim + 4}  # a key or a value
+    for name, each in facts.items():
+        block = 16 * 2 * spec.num_layers * spec.num_kv_heads * per_head[name]
+        assert (each.num_blocks, each.kv_bytes) == (memory // block, memory // block * block)
+
+
 def test_sharded_is_the_same(reference, model_dir, tmp_path_factory):
     sharded = tmp_path_factory.mktemp("sharded")
     reference.save_pretrained(sharded, max_shard_size="40KB")

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from nanoserve.runner.backend import ForwardBatch
+from nanoserve.runner.kv_cache import PagedKVCache
 
 
 class PagedAttention(Protocol):
@@ -16,11 +17,6 @@ class PagedAttention(Protocol):
         """What follows from the batch alone; made once per step, given back to `attend` for every layer."""
         ...
 
-    def attend(
-        self, plan: Any, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """query [T, num_heads, head_dim]; keys, values [num_slots, num_kv_heads, head_dim] -> like query.
-
-        The batch's own keys and values are already in their slots.
-        """
+    def attend(self, plan: Any, layer: int, query: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
+        """query [T, num_heads, head_dim] -> the same shape. The batch's own keys and values are already in the cache."""
         ...

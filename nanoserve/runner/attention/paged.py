@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.runner.backend import ForwardBatch
+from nanoserve.runner.kv_cache import PagedKVCache
 from nanoserve.runner.models.spec import ModelSpec
 
 PARTITION = 256
@@ -104,18 +105,14 @@ class TorchPagedAttention:
             torch.from_numpy(slots.reshape(-1)).to(self._device), torch.from_numpy(hidden[:, None]).to(self._device)
         )
 
-    def attend(
-        self, plan: PagedPlan, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """query [T, num_heads, head_dim]; keys, values [num_slots, num_kv_heads, head_dim] -> like query."""
+    def attend(self, plan: PagedPlan, layer: int, query: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
+        """query [T, num_heads, head_dim] -> the same shape."""
         out = torch.zeros_like(query)
         for group in plan.groups[self._spec.layers[layer].sliding_window]:
-            out[group.tokens] = self._attend_group(group, query[group.tokens], keys, values).to(out.dtype)
+            out[group.tokens] = self._attend_group(group, layer, query[group.tokens], cache).to(out.dtype)
         return out
 
-    def _attend_group(
-        self, group: _Group, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend_group(self, group: _Group, layer: int, query: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
         """query [B, n, num_heads, head_dim] -> float32 of the same shape; all arithmetic is in float32."""
         rows, num_tokens, num_heads, head_dim = query.shape
         kv_heads = self._spec.num_kv_heads
@@ -129,9 +126,8 @@ class TorchPagedAttention:
         for part in group.parts:
             active = part.hidden.shape[0]
             shape = (active, PARTITION, kv_heads, head_dim)
-            key = keys[part.slots].view(shape).permute(0, 2, 3, 1).float()
-            value = values[part.slots].view(shape).transpose(1, 2).float()
-            scores = torch.matmul(folded[:active], key)
+            key, value = cache.read(layer, part.slots)
+            scores = torch.matmul(folded[:active], key.view(shape).permute(0, 2, 3, 1))
             if self._spec.attention_softcap:
                 scores = torch.tanh(scores / self._spec.attention_softcap) * self._spec.attention_softcap
             scores = scores.masked_fill_(part.hidden, float("-inf"))
@@ -139,7 +135,7 @@ class TorchPagedAttention:
             weights = scores.sub_(new_top).exp_()
             decay = torch.exp(top[:active] - new_top)
             total[:active] = total[:active] * decay + weights.sum(dim=-1, keepdim=True)
-            mixed[:active] = mixed[:active] * decay + torch.matmul(weights, value)
+            mixed[:active] = mixed[:active] * decay + torch.matmul(weights, value.view(shape).transpose(1, 2))
             top[:active] = new_top
         result = (mixed / total)[:, :, :num_rows]
         unfolded = result.reshape(rows, kv_heads, num_tokens, num_heads // kv_heads, head_dim)

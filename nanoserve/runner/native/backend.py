@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from nanoserve.runner.backend import ForwardBatch, Int32
+from nanoserve.runner.kv_cache import bytes_per_block
 from nanoserve.runner.models.spec import ModelSpec, RopeSpec
 from nanoserve.runner.native import build, packing
-from nanoserve.runner.native.library import Batch, Config, Layer, Linear, SourceType, load_library
+from nanoserve.runner.native.library import Batch, Config, KvFormat, Layer, Linear, SourceType, load_library
 from nanoserve.runner.native.memory import allocate
 from nanoserve.runner.native.packed_file import load_packed, save_packed
 from nanoserve.runner.native.prefault import Prefault
@@ -40,6 +41,7 @@ class NativeOptions:
     threads: int = 0  # 0: one per core
     max_positions: int = 0  # longest context; 0: the model's own
     quantization: str = "auto"  # packing.choose_formats
+    kv_dtype: torch.dtype = torch.bfloat16  # or int8
     cache_dir: Path = field(default_factory=build.default_cache_dir)
     fingerprint: str = ""
 
@@ -100,7 +102,7 @@ class NativeBackend:
         self._model: int | None = self._make_model(threads)
 
     def kv_bytes_per_block(self) -> int:
-        return self._spec.kv_values_per_token() * self._options.block_size * 2
+        return bytes_per_block(self._spec, self._options.block_size, self._options.kv_dtype)
 
     def allocate_kv(self, num_blocks: int) -> None:
         # Zeros matter: a masked token's weight is 0, and 0 times whatever memory held could be NaN.
@@ -238,6 +240,7 @@ class NativeBackend:
             post_norms=spec.sandwich_norms,
             threads=threads,
             page_factor=self._options.block_size // _PAGE_TOKENS,
+            kv_format=KvFormat[str(self._options.kv_dtype).removeprefix("torch.").upper()],
             norm_eps=spec.rms_norm_eps,
             embed_scale=spec.embedding_scale,
             attention_scale=spec.attention_scale,

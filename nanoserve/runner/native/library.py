@@ -22,6 +22,13 @@ class Format(IntEnum):
     Q4 = 2
 
 
+class KvFormat(IntEnum):
+    """How keys and values lie in memory; see csrc/kv.h. Named as torch's types are."""
+
+    BFLOAT16 = 0
+    INT8 = 1
+
+
 class SourceType(IntEnum):
     """What `ns_pack` reads: bf16 or fp32 rows, or GGUF blocks by their type number."""
 
@@ -69,7 +76,6 @@ class Batch(Structure):
 _SIGNATURES = {
     "ns_model_new": (c_void_p, [POINTER(Config), c_void_p, POINTER(Linear), c_void_p]),
     "ns_model_set_layer": (None, [c_void_p, c_int32, POINTER(Layer)]),
-    "ns_kv_page_bytes": (c_int64, [POINTER(Config)]),
     "ns_model_set_kv": (None, [c_void_p, c_void_p, c_int64]),
     "ns_model_step": (c_int32, [c_void_p, POINTER(Batch), c_void_p, c_void_p]),
     "ns_model_slow_thread": (None, [c_void_p, c_int32, c_int32]),

@@ -28,13 +28,9 @@ static Linear linear(const NsLinear& raw) {
     return {raw.n, raw.k, {raw.format, raw.panels}, {raw.few_format, raw.few_panels}, raw.bias};
 }
 
-static AttentionShape shape_of(const NsConfig& config) {
-    return {config.heads, config.kv_heads, config.head_dim, config.kv_format};
-}
-
 Model::Model(const NsConfig& config_, const bf16* embedding_, const Linear& head_, const float* final_norm_)
     : config(config_),
-      shape(shape_of(config_)),
+      shape{config_.heads, config_.kv_heads, config_.head_dim, config_.kv_format},
       embedding(embedding_),
       head(head_),
       final_norm(final_norm_),
@@ -63,8 +59,6 @@ void ns_model_set_layer(NsModel* handle, int32_t index, const NsLayer* layer) {
     handle->model.layers[index] = {*layer, linear(layer->qkv), linear(layer->output), linear(layer->gate_up),
                                    linear(layer->down)};
 }
-
-int64_t ns_kv_page_bytes(const NsConfig* config) { return static_cast<int64_t>(shape_of(*config).page()); }
 
 void ns_model_set_kv(NsModel* handle, uint8_t* memory, int64_t pages) {
     handle->model.kv = memory;

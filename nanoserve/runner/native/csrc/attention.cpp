@@ -82,7 +82,8 @@ class SegmentPages {
     int keys_end_ = 0, values_end_ = 0;
 };
 
-// What a block of rows sees of a segment: pages begin .. begin+num_pages-1 of it, and tokens counted from there.
+// What a block of rows sees of a segment: pages begin .. begin+num_pages-1 of it, and tokens counted from there. An even
+// page comes first (see numerators).
 struct View {
     int begin, num_pages;
     int newest;                  // of the block's first row
@@ -95,7 +96,7 @@ View view_of(const Block& block, const Tile& tile, int group, int window, int se
     const int last = tile.first_position + (block.row + block.rows - 1) / group;
     const int segment_page = segment * kSegmentPages;
     View view;
-    view.begin = window > 0 ? std::max(0, std::max(0, first - window + 1) / kPageTokens - segment_page) : 0;
+    view.begin = window > 0 ? std::max(0, std::max(0, first - window + 1) / kPageTokens - segment_page) & ~1 : 0;
     view.num_pages = std::min(kSegmentPages, last / kPageTokens + 1 - segment_page) - view.begin;
     const int base = (segment_page + view.begin) * kPageTokens;
     view.newest = first - base;

@@ -140,26 +140,31 @@ float largest(const float* scores, int num_pages, const Seen<CLEAN>& seen, float
     return _mm512_reduce_max_ps(top);
 }
 
-// Softmax numerators of one row, and their sum, lane by lane in order of pages. With value scales (one pointer per
-// page) what is stored is each numerator times its token's scale.
+// Softmax numerators of one row, rounded to bf16, and the sum that they are to be divided by. Each page has its own
+// eight lanes of the sum by whether it is odd or even, so the first page must be even in its segment.
+//
+// The sum is that of the rounded numerators, as weights must add up to 1: a row that looks at one token gets exactly
+// its value. With value scales (one pointer per page) what is stored is each numerator times its token's scale, and the
+// sum is without them, hence of what is not rounded yet.
 template <bool SCALED, bool CLEAN>
 float numerators(const float* scores, bf16* probs, int num_pages, const Seen<CLEAN>& seen, float most,
                  const float* const* value_scales) {
     const __m512 shift = _mm512_set1_ps(most);
+    const __m512bh ones = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80));
     __m512 total = _mm512_setzero_ps();
     auto of_page = [&](int page) __attribute__((always_inline)) {
         __m512 e = exp2_of_negative(_mm512_sub_ps(_mm512_loadu_ps(scores + page * kPageTokens), shift));
         if (!seen.whole(page)) e = _mm512_maskz_mov_ps(seen.tokens(page), e);
+        if (!SCALED) return e;
         total = _mm512_add_ps(total, e);
-        return SCALED ? _mm512_mul_ps(e, _mm512_loadu_ps(value_scales[page])) : e;
+        return _mm512_mul_ps(e, _mm512_loadu_ps(value_scales[page]));
     };
-    int page = 0;
-    for (; page + 2 <= num_pages; page += 2) {
-        const __m512 first = of_page(page), second = of_page(page + 1);
-        _mm512_storeu_si512(probs + page * kPageTokens,
-                            reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
+    for (int page = 0; page < num_pages; page += 2) {
+        const __m512 first = of_page(page), second = page + 1 < num_pages ? of_page(page + 1) : _mm512_setzero_ps();
+        const __m512bh pair = _mm512_cvtne2ps_pbh(second, first);
+        if (!SCALED) total = _mm512_dpbf16_ps(total, pair, ones);
+        _mm512_storeu_si512(probs + page * kPageTokens, reinterpret_cast<__m512i>(pair));
     }
-    if (page < num_pages) store_bf16(probs + page * kPageTokens, of_page(page));
     return _mm512_reduce_add_ps(total);
 }
 

@@ -40,7 +40,6 @@ struct NsModel;
 NsModel* ns_model_new(const NsConfig* config, const uint16_t* embedding, const NsLinear* head, const float* final_norm);
 void ns_model_set_layer(NsModel* model, int32_t index, const NsLayer* layer);
 void ns_model_set_kv(NsModel* model, uint8_t* memory, int64_t pages);
-int64_t ns_kv_page_bytes(const NsConfig* config);  // of one page in one layer
 // One step. logits [logit_rows, vocab] or null; greedy [logit_rows]: the argmax, -1 for a row that is not finite.
 // Returns 0, or -1 when memory for the step could not be had. Rows must be valid: the caller has checked them.
 int32_t ns_model_step(NsModel* model, const NsBatch* batch, float* logits, int32_t* greedy);
