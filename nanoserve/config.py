@@ -133,7 +133,7 @@ class CacheConfig:
         size=True,
     )  # fmt: skip
     kv_cache_dtype: str = option(
-        "auto", "type of keys and values: auto is the computing type, int8 half of bfloat16's bytes (see docs/models.md)",
+        "auto", "type of keys and values; auto: the one computed in, int8: half the bytes of bfloat16 (docs/models.md)",
         choices=("auto", "bfloat16", "int8"),
     )  # fmt: skip
     num_kv_blocks: int = option(0, "exact number of KV blocks, for tests; 0: from --kv-cache-memory")

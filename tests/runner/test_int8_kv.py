@@ -1,4 +1,4 @@
-"""Keys and values in int8: what is stored, the C++ engine against the torch backend, and the same bits in any company."""
+"""Keys and values in int8: what is stored, the C++ engine against the torch backend, the same bits in any company."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_is_stored_is_at_most_half_a_step_off() -> None:
 @needs_cpu
 @pytest.mark.parametrize("name", CONFIGS)
 def test_engine_is_no_further_from_float32_than_torch_in_bfloat16(name: str) -> None:
-    """All three over int8 keys and values. The models' sizes: 1, 3, 4 and 9 query heads a key head, head sizes 32 to 256,
+    """All three over int8 keys and values. The models have 1, 3, 4 and 9 query heads a key head, head sizes 32 to 256,
     windows within and beyond a segment. With another scale, another order or a mistaken sign the error is above 1."""
     spec = make_spec(name)
     exact = _logits(make_torch(spec, torch.float32, kv_dtype=torch.int8), [300])

@@ -18,5 +18,5 @@ class PagedAttention(Protocol):
         ...
 
     def attend(self, plan: Any, layer: int, query: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
-        """query [T, num_heads, head_dim] -> the same shape. The batch's own keys and values are already in the cache."""
+        """query [T, num_heads, head_dim] -> the same shape. The batch's own keys and values are in the cache."""
         ...
