@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nanoserve.runner.sampler import SampleRows
+
 Int32 = npt.NDArray[np.int32]
 
 
@@ -51,4 +53,8 @@ class ForwardBackend(Protocol):
 
         Returns [S]; -1 for a row whose largest logit is not a finite number.
         """
+        ...
+
+    def choose(self, logits: torch.Tensor, rows: SampleRows) -> npt.NDArray[np.integer]:
+        """Draws a token for each row of logits [S, vocab_size], as `sampler.choose` does; -1 where there is none."""
         ...

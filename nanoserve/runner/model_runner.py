@@ -78,7 +78,7 @@ class ModelRunner:
             return
         every_row = rows.logit_index is None  # then the logits are those of the sampled rows, in their order
         sampled_logits = logits if every_row else logits[torch.from_numpy(rows.sampled_logits).to(logits.device)]
-        drawn = _accepted(rows, sample(sampled_logits, self._table.sample_rows(rows)))
+        drawn = _accepted(rows, sample(sampled_logits, self._table.sample_rows(rows), self._backend.choose))
         self._score_sampled(plan, rows, drawn, sampled_logits, result)
         self._take(plan, rows, drawn, result)
 

@@ -1,12 +1,14 @@
 """From logits to tokens, all rows of a step at once; rows that ask for more than the largest logit pay for it alone.
 
-Owner: the engine process, called by `model_runner`. Order: edits (`logit_edits`), then temperature, min-p, top-k and
-top-p (`draw`). A draw uses one uniform number, which depends on the request's seed and the output position only
-(`philox`), and every reduction of a row has an order of its own: the token is the same alone and in any batch.
+Owner: the engine process, called by `model_runner`; a backend draws with `choose`, or faster. Order: edits
+(`logit_edits`), then temperature, min-p, top-k and top-p (`draw`). A draw uses one uniform number, which depends on the
+request's seed and the output position only (`philox`), and every reduction of a row has an order of its own: the token
+is the same alone and in any batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,13 +40,20 @@ class Sampled:
     broken: np.ndarray  # bool [S]: the row has no finite largest logit, its token means nothing
 
 
-def sample(logits: torch.Tensor, rows: SampleRows) -> Sampled:
-    """One token for each row of float32 logits [S, vocab], which are left as they are."""
-    if rows.edits:
-        logits = _edited(logits, rows)
+Choose = Callable[[torch.Tensor, SampleRows], np.ndarray]
+
+
+def sample(logits: torch.Tensor, rows: SampleRows, choose: Choose) -> Sampled:
+    """One token for each row of float32 logits [S, vocab], which are left as they are; `choose`: the backend's."""
+    token_ids = choose(_edited(logits, rows) if rows.edits else logits, rows)
+    return Sampled(token_ids, token_ids < 0)
+
+
+def choose(logits: torch.Tensor, rows: SampleRows) -> np.ndarray:
+    """int64 [S]: a token for each row of logits as they are, -1 where the largest is not a finite number."""
     broken = ~torch.isfinite(logits.amax(dim=-1)).cpu().numpy()
     is_random = rows.temperature >= GREEDY_TEMPERATURE
-    token_ids = np.zeros(len(broken), dtype=np.int64)
+    token_ids = np.full(len(broken), -1, dtype=np.int64)
     greedy = np.flatnonzero(~is_random & ~broken)
     if len(greedy):
         token_ids[greedy] = pick_rows(logits, greedy).argmax(dim=-1).cpu().numpy()  # the first of equals
@@ -58,7 +67,7 @@ def sample(logits: torch.Tensor, rows: SampleRows) -> Sampled:
             uniform=uniforms(rows.seeds[random], rows.positions[random]),
         )
         token_ids[random] = draw(pick_rows(logits, random), asked).cpu().numpy()
-    return Sampled(token_ids, broken)
+    return token_ids
 
 
 def _edited(logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:

@@ -18,6 +18,7 @@ from nanoserve.runner.backend import ForwardBatch, Int32
 from nanoserve.runner.decoder import Decoder, Weights
 from nanoserve.runner.kv_cache import PagedKVCache, bytes_per_block
 from nanoserve.runner.models.spec import ModelSpec
+from nanoserve.runner.sampler import SampleRows, choose
 
 _ROW_UNITS = (8, 16, 32, 64)
 _PROBED_ROWS = 512
@@ -67,6 +68,9 @@ class TorchBackend:
         top, token_ids = self.forward(batch).max(dim=-1)
         greedy: Int32 = torch.where(torch.isfinite(top), token_ids, -1).to(torch.int32).cpu().numpy()
         return greedy
+
+    def choose(self, logits: torch.Tensor, rows: SampleRows) -> np.ndarray:
+        return choose(logits, rows)
 
     def _forward(self, batch: ForwardBatch, cache: PagedKVCache, attention: PagedAttention) -> torch.Tensor:
         num_tokens = len(batch.token_ids)

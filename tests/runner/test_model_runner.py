@@ -10,6 +10,7 @@ from nanoserve.ipc.messages import SamplingParams
 from nanoserve.runner.backend import ForwardBatch
 from nanoserve.runner.batch import RequestTable
 from nanoserve.runner.model_runner import ModelRunner
+from nanoserve.runner.sampler import SampleRows, choose
 from nanoserve.sched.plan import NewRequest, PlanRow, StepPlan
 from tests.runner import tiny
 from tests.runner.plans import Driver
@@ -174,6 +175,9 @@ class FakeBackend:
     def forward_greedy(self, batch: ForwardBatch) -> np.ndarray:
         last = batch.token_ids[batch.logit_tokens]
         return np.where(last == 13, -1, (last + 1) % tiny.VOCAB)
+
+    def choose(self, logits: torch.Tensor, rows: SampleRows) -> np.ndarray:
+        return choose(logits, rows)
 
 
 @pytest.mark.rule(35)

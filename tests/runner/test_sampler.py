@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,13 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.ipc.messages import SamplingParams
+from nanoserve.runner import sampler
 from nanoserve.runner.logit_edits import LogitEdits
+from nanoserve.runner.native import draw as native_draw
+from nanoserve.runner.native.build import NativeUnavailable, default_cache_dir, library_path
+from nanoserve.runner.native.library import load_library
 from nanoserve.runner.philox import uniforms
 from nanoserve.runner.sampler import SampleRows, sample
 from nanoserve.runner.scores import score_tokens
 from nanoserve.sched.plan import NewRequest
 
 pytestmark = pytest.mark.slow
+
+choose: sampler.Choose = sampler.choose
 
 
 class Row:
@@ -33,8 +41,22 @@ class Row:
         return LogitEdits(self.request) if LogitEdits.needed(self.request) else None
 
 
+@pytest.fixture(autouse=True, scope="module", params=["torch", "native"])
+def way_to_choose(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test below runs with both."""
+    global choose
+    if request.param == "native":
+        try:
+            library = load_library(library_path(default_cache_dir()))
+        except NativeUnavailable as error:
+            pytest.skip(str(error))
+        choose = functools.partial(native_draw.choose, library, None)
+    yield request.param
+    choose = sampler.choose
+
+
 def draw(logits: torch.Tensor, rows: list[Row]) -> list[int]:
-    sampled = sample(logits, as_rows(rows))
+    sampled = sample(logits, as_rows(rows), choose)
     return [-1 if broken else token for token, broken in zip(sampled.token_ids, sampled.broken, strict=True)]
 
 
@@ -253,6 +275,27 @@ def test_counts_grow_with_the_output():
     whole = LogitEdits(NewRequest(1, tokens, 50, sampling))
     for one, other in zip(grown.penalties(), whole.penalties(), strict=True):
         assert np.array_equal(one, other)
+
+
+@pytest.mark.rule(36)
+@pytest.mark.parametrize("spread", [0.3, 2.5, 8.0])
+def test_both_ways_draw_the_same_but_for_rounding(way_to_choose: str, spread: float) -> None:
+    """On whole vocabularies, flat and peaked."""
+    num_rows = 60
+    logits = torch.randn(num_rows, 49152, generator=torch.Generator().manual_seed(3)) * spread
+    differing = 0
+    for sampling in (
+        {},
+        {"temperature": 0.6, "min_p": 0.05},
+        {"top_p": 0.95},
+        {"top_p": 0.3, "min_p": 0.001},
+        {"top_p": 0.999999},
+        {"top_k": 50},
+        {"top_k": 2000, "top_p": 0.9},
+    ):
+        rows = as_rows([Row(seed=seed, **sampling) for seed in range(num_rows)])
+        differing += int((choose(logits, rows) != sampler.choose(logits, rows)).sum())
+    assert differing <= (2 if way_to_choose == "native" else 0)
 
 
 @pytest.mark.parametrize("vocab_size", [300, 49152])

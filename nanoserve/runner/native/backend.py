@@ -18,11 +18,12 @@ import torch
 from nanoserve.runner.backend import ForwardBatch, Int32
 from nanoserve.runner.kv_cache import bytes_per_block
 from nanoserve.runner.models.spec import ModelSpec, RopeSpec
-from nanoserve.runner.native import build, packing
+from nanoserve.runner.native import build, draw, packing
 from nanoserve.runner.native.library import Batch, Config, KvFormat, Layer, Linear, SourceType, load_library
 from nanoserve.runner.native.memory import allocate
 from nanoserve.runner.native.packed_file import load_packed, save_packed
 from nanoserve.runner.native.prefault import Prefault
+from nanoserve.runner.sampler import SampleRows
 
 _PAGE_TOKENS = 16
 _MAX_HEAD_DIM = 1024  # rotate_head keeps one head on its stack
@@ -125,6 +126,9 @@ class NativeBackend:
         """One step that only tells the likeliest token of each logit row, -1 where the row is not finite."""
         self._run(batch, 0)
         return self.greedy_ids
+
+    def choose(self, logits: torch.Tensor, rows: SampleRows) -> Int32:
+        return draw.choose(self._library, self._model, logits, rows)
 
     @property
     def vocab_size(self) -> int:

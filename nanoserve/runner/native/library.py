@@ -73,11 +73,20 @@ class Batch(Structure):
     ]
 
 
+class Draw(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("rows", "vocab")),
+        *((name, c_void_p) for name in ("logits", "temperature", "top_p", "min_p", "top_k", "seeds", "positions")),
+        ("token_ids", c_void_p),
+    ]
+
+
 _SIGNATURES = {
     "ns_model_new": (c_void_p, [POINTER(Config), c_void_p, POINTER(Linear), c_void_p]),
     "ns_model_set_layer": (None, [c_void_p, c_int32, POINTER(Layer)]),
     "ns_model_set_kv": (None, [c_void_p, c_void_p, c_int64]),
     "ns_model_step": (c_int32, [c_void_p, POINTER(Batch), c_void_p, c_void_p]),
+    "ns_model_draw": (c_int32, [c_void_p, POINTER(Draw)]),
     "ns_model_slow_thread": (None, [c_void_p, c_int32, c_int32]),
     "ns_model_free": (None, [c_void_p]),
     "ns_packed_bytes": (c_int64, [c_int32, c_int32, c_int32]),

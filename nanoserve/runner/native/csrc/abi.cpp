@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <new>
 
+#include "draw.h"
 #include "step.h"
 
 namespace ns {
@@ -68,6 +69,15 @@ void ns_model_set_kv(NsModel* handle, uint8_t* memory, int64_t pages) {
 int32_t ns_model_step(NsModel* handle, const NsBatch* batch, float* logits, int32_t* greedy) {
     try {
         return Step(handle->model, *batch, logits, greedy).run() ? 0 : -1;
+    } catch (const std::bad_alloc&) {
+        return -1;
+    }
+}
+
+int32_t ns_model_draw(NsModel* handle, const NsDraw* draw) {
+    try {
+        draw_tokens(*draw, handle ? &handle->model.team : nullptr);
+        return 0;
     } catch (const std::bad_alloc&) {
         return -1;
     }

@@ -35,6 +35,13 @@ struct NsBatch {  // ForwardBatch with its sizes
     const int32_t *token_ids, *positions, *row_starts, *block_tables, *logit_tokens;
 };
 
+struct NsDraw {  // SampleRows without edits; columns [rows], logits [rows, vocab]
+    int32_t rows, vocab;
+    const float *logits, *temperature, *top_p, *min_p;
+    const int64_t *top_k, *seeds, *positions;
+    int32_t* token_ids;  // drawn; -1 for a row whose largest logit is not finite
+};
+
 struct NsModel;
 
 NsModel* ns_model_new(const NsConfig* config, const uint16_t* embedding, const NsLinear* head, const float* final_norm);
@@ -43,6 +50,8 @@ void ns_model_set_kv(NsModel* model, uint8_t* memory, int64_t pages);
 // One step. logits [logit_rows, vocab] or null; greedy [logit_rows]: the argmax, -1 for a row that is not finite.
 // Returns 0, or -1 when memory for the step could not be had. Rows must be valid: the caller has checked them.
 int32_t ns_model_step(NsModel* model, const NsBatch* batch, float* logits, int32_t* greedy);
+// Draws a token from each row. A null model: by the calling thread alone.
+int32_t ns_model_draw(NsModel* model, const NsDraw* draw);
 // For tests: thread `thread` sleeps so long before one item in eight, as if another process had its core. -1: none.
 void ns_model_slow_thread(NsModel* model, int32_t thread, int32_t microseconds);
 void ns_model_free(NsModel* model);

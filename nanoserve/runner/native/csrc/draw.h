@@ -1,0 +1,11 @@
+// Drawing tokens from rows of logits: what runner/draw.py does in torch, in the same order, row by row.
+#pragma once
+#include "model.h"
+#include "team.h"
+
+namespace ns {
+
+// One token for each row; see NsDraw. A row's token depends on nothing but the row.
+void draw_tokens(const NsDraw& draw, Team* team);
+
+}  // namespace ns
