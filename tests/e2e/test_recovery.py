@@ -217,6 +217,7 @@ def test_a_process_that_cannot_live_ends_the_server(start_server: StartServer) -
     assert "RuntimeError: a fault on purpose" in last_words(server)
 
 
+@pytest.mark.rule(4)
 def test_an_api_process_takes_only_its_own_connections_with_it(start_server: StartServer) -> None:
     server = start_server("sim", "--sim-step-ms", "10", "--api-workers", "2", "--max-model-len", "32k")
     tokens = 800  # far longer than the test waits: what leaves the engine before they are over was ended, not finished

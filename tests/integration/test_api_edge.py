@@ -218,6 +218,7 @@ async def test_fair_scheduling_gives_each_key_its_own_place_in_the_queue(tmp_pat
         await asyncio.gather(*waiting)
 
 
+@pytest.mark.rule(71)
 async def test_a_request_that_no_engine_takes_is_refused_in_time(tmp_path: Path) -> None:
     async with loaded_api(tmp_path, config(accept_timeout=0.3)) as api:
         api.ring.script = lambda add: None

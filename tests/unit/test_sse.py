@@ -30,6 +30,7 @@ def test_any_text_is_one_event_that_gives_it_back(text: str) -> None:
     assert completion["object"] == "text_completion" and completion["model"] == 'm"x'
 
 
+@pytest.mark.rule(66)
 def test_extras_logprobs_and_usage_ride_along() -> None:
     frame = frames(sse.CompletionFrames).content(
         1, "a", logprobs={"tokens": ["a"]}, extras={"token_ids": [7]}, usage={"total_tokens": 3}
