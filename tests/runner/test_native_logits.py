@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -194,6 +196,11 @@ def test_bad_indices_are_refused() -> None:
     for ids, table in (([VOCAB], [0]), ([-1], [0]), ([1], [8]), ([1], [-1]), ([1] * 17, [0])):
         with pytest.raises(ValueError, match=r"token id|block table"):
             backend.forward(_batch(ids, [0], table))
+    good = _batch([1, 2], [0, 1], [3])
+    for position in (-1, backend._max_positions):
+        with pytest.raises(ValueError, match="position"):
+            backend.forward(dataclasses.replace(good, positions=np.array([0, position], np.int32)))
+    backend.forward(good)
 
 
 def test_unsupported_models_say_why() -> None:

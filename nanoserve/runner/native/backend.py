@@ -7,6 +7,7 @@ and after preemption: every kernel adds a row's terms in one fixed order (csrc/g
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from nanoserve.runner.backend import ForwardBatch, Int32
 from nanoserve.runner.kv_cache import bytes_per_block
 from nanoserve.runner.models.spec import ModelSpec, RopeSpec
 from nanoserve.runner.native import build, draw, packing
-from nanoserve.runner.native.library import Batch, Config, KvFormat, Layer, Linear, SourceType, load_library
+from nanoserve.runner.native.library import Batch, BatchFault, Config, KvFormat, Layer, Linear, SourceType, load_library
 from nanoserve.runner.native.memory import allocate
 from nanoserve.runner.native.packed_file import load_packed, save_packed
 from nanoserve.runner.native.prefault import Prefault
@@ -166,42 +167,28 @@ class NativeBackend:
 
     def _run(self, batch: ForwardBatch, logits: int) -> None:
         assert self._kv is not None and self._model is not None, "allocate_kv comes first, close last"
-        highest_block = self._check(batch)
+        rows, width = batch.block_tables.shape
+        parts = (batch.token_ids, batch.positions, batch.row_starts, batch.block_tables.reshape(-1), batch.logit_tokens)
+        flat = np.concatenate(parts, dtype=np.int32)
+        ends = itertools.accumulate(len(part) for part in parts)
+        starts = [flat.ctypes.data + 4 * end for end in (0, *ends)]
+        greedy_ids = np.empty(len(batch.logit_tokens), np.int32)
+        raw = Batch(len(batch.token_ids), rows, width, len(greedy_ids), self._max_positions, -1, *starts[:-1])
+        # An index out of range in a step would end the process, or worse.
+        if fault := self._library.ns_model_check(self._model, ctypes.byref(raw)):
+            raise ValueError(self._fault(fault))
         if self._prefault is not None:
-            self._prefault.use(highest_block)
-        arrays = [
-            np.ascontiguousarray(array, np.int32)
-            for array in (batch.token_ids, batch.positions, batch.row_starts, batch.block_tables, batch.logit_tokens)
-        ]
-        self.greedy_ids = np.empty(len(batch.logit_tokens), np.int32)
-        raw = Batch(
-            len(batch.token_ids),
-            len(batch.context_lens),
-            batch.block_tables.shape[1],
-            len(batch.logit_tokens),
-            *(array.ctypes.data for array in arrays),
-        )
-        if self._library.ns_model_step(self._model, ctypes.byref(raw), logits, self.greedy_ids.ctypes.data):
+            self._prefault.use(raw.highest_block)
+        if self._library.ns_model_step(self._model, ctypes.byref(raw), logits, greedy_ids.ctypes.data):
             raise MemoryError(f"no memory for a step of {len(batch.token_ids)} tokens")
+        self.greedy_ids = greedy_ids
 
-    def _check(self, batch: ForwardBatch) -> int:
-        """The C++ trusts its caller: an index out of range there would end the process, or worse.
-
-        Returns the highest block in use, -1 without any.
-        """
-        if len(batch.token_ids) == 0:
-            return -1
-        if batch.token_ids.min() < 0 or batch.token_ids.max() >= self._spec.vocab_size:
-            raise ValueError("a token id is outside the vocabulary")
-        if batch.positions.min() < 0 or batch.positions.max() >= self._max_positions:
-            raise ValueError(f"a position is outside the {self._max_positions} that were asked for")
-        used = -(-batch.context_lens // self._options.block_size)
-        columns = np.arange(batch.block_tables.shape[1])
-        blocks = batch.block_tables[columns < used[:, None]]
-        highest = int(blocks.max())
-        if used.max() > len(columns) or blocks.min() < 0 or highest >= self._num_blocks:
-            raise ValueError("a block table does not cover its context or names a block that does not exist")
-        return highest
+    def _fault(self, fault: int) -> str:
+        return {
+            BatchFault.TOKEN: "a token id is outside the vocabulary",
+            BatchFault.POSITION: f"a position is outside the {self._max_positions} that were asked for",
+            BatchFault.BLOCK: "a block table does not cover its context or names a block that does not exist",
+        }[BatchFault(fault)]
 
     def _cached_or_packed(
         self,

@@ -29,6 +29,14 @@ class KvFormat(IntEnum):
     INT8 = 1
 
 
+class BatchFault(IntEnum):
+    """What `ns_model_check` finds wrong."""
+
+    TOKEN = 1
+    POSITION = 2
+    BLOCK = 3
+
+
 class SourceType(IntEnum):
     """What `ns_pack` reads: bf16 or fp32 rows, or GGUF blocks by their type number."""
 
@@ -68,7 +76,7 @@ class Layer(Structure):
 
 class Batch(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("tokens", "rows", "max_blocks", "logit_rows")),
+        *((name, c_int32) for name in ("tokens", "rows", "max_blocks", "logit_rows", "max_positions", "highest_block")),
         *((name, c_void_p) for name in ("token_ids", "positions", "row_starts", "block_tables", "logit_tokens")),
     ]
 
@@ -85,6 +93,7 @@ _SIGNATURES = {
     "ns_model_new": (c_void_p, [POINTER(Config), c_void_p, POINTER(Linear), c_void_p]),
     "ns_model_set_layer": (None, [c_void_p, c_int32, POINTER(Layer)]),
     "ns_model_set_kv": (None, [c_void_p, c_void_p, c_int64]),
+    "ns_model_check": (c_int32, [c_void_p, POINTER(Batch)]),
     "ns_model_step": (c_int32, [c_void_p, POINTER(Batch), c_void_p, c_void_p]),
     "ns_model_draw": (c_int32, [c_void_p, POINTER(Draw)]),
     "ns_model_slow_thread": (None, [c_void_p, c_int32, c_int32]),

@@ -32,6 +32,8 @@ struct NsLayer {
 
 struct NsBatch {  // ForwardBatch with its sizes
     int32_t tokens, rows, max_blocks, logit_rows;
+    int32_t max_positions;  // of the rope tables
+    int32_t highest_block;  // an answer: the last of the blocks in use, -1 without any
     const int32_t *token_ids, *positions, *row_starts, *block_tables, *logit_tokens;
 };
 
@@ -47,8 +49,12 @@ struct NsModel;
 NsModel* ns_model_new(const NsConfig* config, const uint16_t* embedding, const NsLinear* head, const float* final_norm);
 void ns_model_set_layer(NsModel* model, int32_t index, const NsLayer* layer);
 void ns_model_set_kv(NsModel* model, uint8_t* memory, int64_t pages);
+// What ns_model_check finds wrong.
+enum NsFault : int32_t { kFine = 0, kBadToken = 1, kBadPosition = 2, kBadBlock = 3 };
+// Whether token ids, positions and the blocks behind them exist, and sets highest_block. A step trusts its batch.
+int32_t ns_model_check(const NsModel* model, NsBatch* batch);
 // One step. logits [logit_rows, vocab] or null; greedy [logit_rows]: the argmax, -1 for a row that is not finite.
-// Returns 0, or -1 when memory for the step could not be had. Rows must be valid: the caller has checked them.
+// Returns 0, or -1 when memory for the step could not be had.
 int32_t ns_model_step(NsModel* model, const NsBatch* batch, float* logits, int32_t* greedy);
 // Draws a token from each row. A null model: by the calling thread alone.
 int32_t ns_model_draw(NsModel* model, const NsDraw* draw);
