@@ -93,6 +93,7 @@ _ENGINE_COUNTERS = (
     ("engine_dropped_messages", "dropped_messages", "messages the engine could not use"),
     ("engine_step_seconds", "step_seconds", "time spent in steps"),
     ("engine_schedule_seconds", "schedule_seconds", "time spent scheduling"),
+    ("engine_build_seconds", "build_seconds", "time spent building the arrays of steps"),
     ("engine_forward_seconds", "forward_seconds", "time spent in the forward pass"),
     ("engine_sample_seconds", "sample_seconds", "time spent sampling"),
     ("engine_send_seconds", "send_seconds", "time spent sending to the detokenizer"),

@@ -300,7 +300,8 @@ class EngineCore:
             return output
         self._last_step_failed = False
         self.receive()
-        self.counters.forward_seconds += result.times.prepare_seconds + result.times.forward_seconds
+        self.counters.build_seconds += result.times.build_seconds
+        self.counters.forward_seconds += result.times.forward_seconds
         self.counters.sample_seconds += result.times.sample_seconds
         return self.scheduler.update(plan, result, self._clock())
 

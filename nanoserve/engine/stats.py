@@ -22,6 +22,7 @@ class EngineCounters:
     stop_overrun_rows: int = 0  # computed for requests that a stop string had ended meanwhile
     step_seconds: float = 0.0
     schedule_seconds: float = 0.0
+    build_seconds: float = 0.0
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
     send_seconds: float = 0.0
@@ -43,6 +44,7 @@ class EngineCounters:
             dropped_messages=self.dropped_messages + num_undecodable,
             step_seconds=self.step_seconds,
             schedule_seconds=self.schedule_seconds,
+            build_seconds=self.build_seconds,
             forward_seconds=self.forward_seconds,
             sample_seconds=self.sample_seconds,
             send_seconds=self.send_seconds,

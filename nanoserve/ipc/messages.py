@@ -224,6 +224,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_ended: int = 0  # requests that were admitted and have ended
     num_flushes: int = 0
     flushed_blocks: int = 0  # cached blocks that they forgot
+    build_seconds: float = 0.0
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):

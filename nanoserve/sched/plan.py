@@ -69,7 +69,7 @@ class RowError(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepTimes(msgspec.Struct, array_like=True, frozen=True):
-    prepare_seconds: float = 0.0
+    build_seconds: float = 0.0
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
 

@@ -19,7 +19,7 @@ from nanoserve.ipc.messages import (
     Resync,
     TokenBatch,
 )
-from nanoserve.sched.plan import StepPlan
+from nanoserve.sched.plan import StepPlan, StepResult, StepTimes
 from tests.factories import make_add_request, make_core
 from tests.fakes import FakeExecutor
 
@@ -433,6 +433,23 @@ def test_stats_and_heartbeat() -> None:
     assert (stats.num_running, stats.num_waiting, stats.blocks_used, stats.num_retained) == (0, 0, 0, 2)
     assert (stats.prompt_tokens, stats.generation_tokens) == (11, 6)
     assert stats.step_seconds > 0
+
+
+def test_stats_tell_where_the_time_of_a_step_goes() -> None:
+    class TimedExecutor(FakeExecutor):
+        def execute(self, plan: StepPlan) -> StepResult:
+            result = super().execute(plan)
+            result.times = StepTimes(build_seconds=1.0, forward_seconds=2.0, sample_seconds=4.0)
+            return result
+
+    core = make_core(TimedExecutor(4))  # its clock advances a nanosecond a look
+    core.handle(make_add_request(1, max_tokens=3))
+    for _ in range(3):
+        core.step()
+    stats = core.stats()
+    assert stats.steps == 3
+    assert (stats.build_seconds, stats.forward_seconds, stats.sample_seconds) == (3.0, 6.0, 12.0)
+    assert 0 < stats.schedule_seconds < stats.step_seconds
 
 
 def test_an_idle_engine_that_still_holds_blocks_says_so_loudly() -> None:
