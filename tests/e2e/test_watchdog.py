@@ -56,6 +56,8 @@ def test_native_code_that_holds_the_lock_is_dumped(start_server: StartServer) ->
     assert "_happen" in server.log("engine-0", "watchdog.log")
 
 
+@pytest.mark.case(42)
+@pytest.mark.rule(4, 77)
 @pytest.mark.parametrize("name", ["detok-0", "engine-0"])
 def test_a_stopped_process_is_seen_and_nothing_is_lost(name: str, sim_server: Server) -> None:
     pid = sim_server.pids[name]
