@@ -6,12 +6,10 @@ tokens, because the template has written them already.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from nanoserve.api import logprobs as shapes
@@ -21,14 +19,14 @@ from nanoserve.api.engine_client import NewRequest
 from nanoserve.api.http import new_id, read_body, warning_headers
 from nanoserve.api.jobs import build_requests, encode_bad_words
 from nanoserve.api.model import ServedModel
+from nanoserve.api.openai_format import OpenAIFormat
 from nanoserve.api.prompt import EncodedPrompt, Prompt, encode_prompts, normal_messages
 from nanoserve.api.respond import Job, respond
-from nanoserve.api.results import Choice, UsageCounter, failed_events, finish_reason, request_metrics, stop_reason
+from nanoserve.api.results import Choice
 from nanoserve.api.schemas import BodyDecoder, ChatBody
 from nanoserve.api.stream import Piece, RequestStream
 from nanoserve.api.validation import Checker, ValidRequest
 from nanoserve.errors import RequestError
-from nanoserve.ipc.messages import TextFinished
 
 _DECODER = BodyDecoder(ChatBody)
 _MAX_KWARGS = 64
@@ -143,28 +141,21 @@ async def encode_chat(context: ApiContext, model: ServedModel, body: ChatBody, t
     return rows[0]
 
 
-class ChatFormat:
+class ChatFormat(OpenAIFormat[sse.ChatFrames]):
     """Answers as OpenAI's chat.completion objects and chunks."""
 
     def __init__(self, chat: PreparedChat, *, response_id: str) -> None:
-        valid, model, num_top = chat.valid, chat.model, chat.num_top
-        self._valid = valid
-        self._prompt = chat.prompt
-        self._num_top = num_top
-        self._echoed = chat.echoed
-        self._head: dict[str, Any] = {
-            "id": response_id,
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model.name,
-            "system_fingerprint": model.fingerprint,
-        }
-        self._frames = sse.ChatFrames(
-            response_id=response_id, created=self._head["created"], model=model.name, fingerprint=model.fingerprint
+        super().__init__(
+            chat.valid,
+            chat.model,
+            sse.ChatFrames,
+            kind="chat.completion",
+            response_id=response_id,
+            num_prompt_tokens=len(chat.prompt.ids),
+            num_top=chat.num_top,
         )
-        self._usage = UsageCounter(len(chat.prompt.ids), valid.n)
-        self._is_plain = not (valid.return_token_ids or valid.continuous_usage or num_top is not None)
-        self._started: set[int] = set()
+        self._prompt = chat.prompt
+        self._echoed = chat.echoed
 
     def frames(self, stream: RequestStream, piece: Piece) -> bytes:
         index = stream.index
@@ -185,30 +176,13 @@ class ChatFormat:
             frame += self._frames.finish(index, self._ending(stream, piece.finished), usage=usage)
         return frame
 
-    def around(self, index: int) -> sse.Around | None:
-        return self._frames.around(index) if self._is_plain and index in self._started else None
-
-    def _ending(self, stream: RequestStream, record: TextFinished) -> sse.Ending:
-        ending: sse.Ending = {"finish_reason": finish_reason(record), "stop_reason": stop_reason(record)}
-        return {**ending, "metrics": request_metrics(stream)} if self._valid.return_metrics else ending
-
-    def closing(self) -> bytes:
-        return (self._frames.usage(self._usage.totals()) if self._valid.include_usage else b"") + sse.DONE
-
-    def failed(self, error: RequestError) -> bytes:
-        return failed_events(error)
-
-    def body(self, choices: list[Choice]) -> bytes:
-        shown = []
-        for choice in choices:
-            self._usage.note(choice.index, len(choice.token_ids), choice.finished)
-            shown.append(self._choice(choice))
-        answer = {**self._head, "choices": shown, "usage": self._usage.totals()}
+    def _extras(self, choices: list[Choice]) -> dict[str, Any]:
+        extras: dict[str, Any] = {}
         if choices[0].prompt_logprobs is not None:
-            answer["prompt_logprobs"] = shapes.prompt_logprobs(choices[0].prompt_logprobs)
+            extras["prompt_logprobs"] = shapes.prompt_logprobs(choices[0].prompt_logprobs)
         if self._valid.return_token_ids:
-            answer["prompt_token_ids"] = self._prompt.ids
-        return msgspec.json.encode(answer)
+            extras["prompt_token_ids"] = self._prompt.ids
+        return extras
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         shown: dict[str, Any] = {

@@ -5,9 +5,7 @@ Owner process: api. The order of work: body, checks, prompts, requests, answer; 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,14 +17,13 @@ from nanoserve.api.context import CONTEXT, ApiContext
 from nanoserve.api.http import new_id, read_body, warning_headers
 from nanoserve.api.jobs import build_requests, check_num_sequences, encode_bad_words
 from nanoserve.api.model import ServedModel
+from nanoserve.api.openai_format import OpenAIFormat
 from nanoserve.api.prompt import EncodedPrompt, encode_prompts, parse_prompt
 from nanoserve.api.respond import Job, respond
-from nanoserve.api.results import Choice, UsageCounter, failed_events, finish_reason, request_metrics, stop_reason
+from nanoserve.api.results import Choice
 from nanoserve.api.schemas import MAX_COMMAS_WITH_IDS, BodyDecoder, CompletionBody
 from nanoserve.api.stream import Piece, RequestStream
 from nanoserve.api.validation import Checker, ValidRequest
-from nanoserve.errors import RequestError
-from nanoserve.ipc.messages import TextFinished
 
 _DEFAULT_MAX_TOKENS = 16
 _DECODER = BodyDecoder(CompletionBody, max_commas=MAX_COMMAS_WITH_IDS)
@@ -98,14 +95,7 @@ async def _echo_texts(context: ApiContext, model: ServedModel, prompts: Sequence
     return await context.lifecycle.require_encoder().run(texts)
 
 
-@dataclass(slots=True)
-class _ChoiceState:
-    """What a streamed choice has shown so far."""
-
-    started: bool = False
-
-
-class CompletionFormat:
+class CompletionFormat(OpenAIFormat[sse.CompletionFrames]):
     """Answers as OpenAI's text_completion objects."""
 
     def __init__(
@@ -119,36 +109,29 @@ class CompletionFormat:
         echo: Sequence[str] | None,
         prompt_logprobs: bool,
     ) -> None:
-        self._shows_prompt_logprobs = prompt_logprobs
-        self._valid = valid
-        self._prompts = prompts
-        self._num_top = num_top
-        self._echo = echo
-        self._head: dict[str, Any] = {
-            "id": response_id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model.name,
-            "system_fingerprint": model.fingerprint,
-        }
-        self._frames = sse.CompletionFrames(
-            response_id=response_id, created=self._head["created"], model=model.name, fingerprint=model.fingerprint
+        super().__init__(
+            valid,
+            model,
+            sse.CompletionFrames,
+            kind="text_completion",
+            response_id=response_id,
+            num_prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
+            num_top=num_top,
         )
-        self._usage = UsageCounter(sum(len(prompt.ids) for prompt in prompts), valid.n)
-        self._is_plain = not (valid.return_token_ids or valid.continuous_usage or num_top is not None)
-        self._states: dict[int, _ChoiceState] = {}
+        self._prompts = prompts
+        self._echo = echo
+        self._shows_prompt_logprobs = prompt_logprobs
 
     def frames(self, stream: RequestStream, piece: Piece) -> bytes:
         index = stream.index
-        state = self._states.setdefault(index, _ChoiceState())
         self._usage.note(index, piece.num_output_tokens, piece.finished)
         usage = self._usage.totals() if self._valid.continuous_usage else None
         text = piece.text
         tokens = piece.logprobs
         extras: dict[str, Any] | None = None
         shown: dict[str, Any] | None = None
-        if not state.started:
-            state.started = True
+        if index not in self._started:
+            self._started.add(index)
             text = self._echo_of(index) + text
             if self._valid.return_token_ids:
                 extras = {"prompt_token_ids": self._prompts[index // self._valid.n].ids}
@@ -164,26 +147,6 @@ class CompletionFormat:
         if piece.finished is not None:
             frame += self._frames.finish(index, self._ending(stream, piece.finished), usage=usage)
         return frame
-
-    def around(self, index: int) -> sse.Around | None:
-        return self._frames.around(index) if self._is_plain and index in self._states else None
-
-    def _ending(self, stream: RequestStream, record: TextFinished) -> sse.Ending:
-        ending: sse.Ending = {"finish_reason": finish_reason(record), "stop_reason": stop_reason(record)}
-        return {**ending, "metrics": request_metrics(stream)} if self._valid.return_metrics else ending
-
-    def closing(self) -> bytes:
-        return (self._frames.usage(self._usage.totals()) if self._valid.include_usage else b"") + sse.DONE
-
-    def failed(self, error: RequestError) -> bytes:
-        return failed_events(error)
-
-    def body(self, choices: list[Choice]) -> bytes:
-        shown = []
-        for choice in choices:
-            self._usage.note(choice.index, len(choice.token_ids), choice.finished)
-            shown.append(self._choice(choice))
-        return msgspec.json.encode({**self._head, "choices": shown, "usage": self._usage.totals()})
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         shown: dict[str, Any] = {

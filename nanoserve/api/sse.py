@@ -6,7 +6,7 @@ the text, its logprobs and ids are encoded. Only `data: <one JSON object>` event
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -40,28 +40,18 @@ def named_event(name: str, payload: Any) -> bytes:
 
 
 class ChunkFrames:
-    """What chat and completion chunks have in common: a fixed head, one choice, optional extras.
+    """What chat and completion chunks have in common: a fixed head, one choice, optional extras."""
 
-    `slot` is the JSON of a choice's changing part up to where the text goes, `tail` what follows the text.
-    """
+    KIND: ClassVar[str]  # `object` of the chunk
+    SLOT: ClassVar[bytes]  # the JSON of a choice's changing part up to where the text goes
+    TAIL: ClassVar[bytes]  # and what follows the text
+    EMPTY: ClassVar[dict[str, Any]]  # that part, of a chunk without text
 
-    def __init__(
-        self,
-        *,
-        response_id: str,
-        kind: str,
-        created: int,
-        model: str,
-        fingerprint: str = "",
-        slot: bytes,
-        tail: bytes,
-    ) -> None:
-        head: dict[str, Any] = {"id": response_id, "object": kind, "created": created, "model": model}
+    def __init__(self, *, response_id: str, created: int, model: str, fingerprint: str = "") -> None:
+        head: dict[str, Any] = {"id": response_id, "object": self.KIND, "created": created, "model": model}
         if fingerprint:
             head["system_fingerprint"] = fingerprint
         self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
-        self._slot = slot
-        self._tail = tail
 
     def content(
         self,
@@ -77,19 +67,23 @@ class ChunkFrames:
             before, after = self.around(index)
             return before + _encode(text) + after
         more = b"" if not extras else b"," + _encode(extras)[1:-1]
-        frame = self._start(index) + _encode(text) + self._tail + b',"logprobs":' + _encode(logprobs)
+        frame = self._start(index) + _encode(text) + self.TAIL + b',"logprobs":' + _encode(logprobs)
         return frame + b',"finish_reason":null' + more + b"}]" + self._usage(usage) + _END
 
     def around(self, index: int) -> Around:
         """What a piece of mere text of choice `index` has before and after the JSON of that text."""
-        return self._start(index), self._tail + b',"logprobs":null,"finish_reason":null}]' + _END
+        return self._start(index), self.TAIL + b',"logprobs":null,"finish_reason":null}]' + _END
 
     def _start(self, index: int) -> bytes:
-        return self._head + b'{"index":%d,' % index + self._slot
+        return self._head + b'{"index":%d,' % index + self.SLOT
 
     def choice(self, choice: dict[str, Any], *, usage: Any = None) -> bytes:
         """Any other chunk with one choice: the role, the finish."""
         return self._head + _encode(choice) + b"]" + self._usage(usage) + _END
+
+    def finish(self, index: int, ending: Ending, *, usage: Any = None) -> bytes:
+        """The last chunk of a choice."""
+        return self.choice({"index": index, **self.EMPTY, "logprobs": None, **ending}, usage=usage)
 
     def usage(self, usage: Any) -> bytes:
         """The last chunk of a stream that asked for usage: no choices."""
@@ -103,34 +97,19 @@ class ChunkFrames:
 class CompletionFrames(ChunkFrames):
     """Chunks of /v1/completions."""
 
-    def __init__(self, *, response_id: str, created: int, model: str, fingerprint: str = "") -> None:
-        super().__init__(
-            response_id=response_id,
-            kind="text_completion",
-            created=created,
-            model=model,
-            fingerprint=fingerprint,
-            slot=b'"text":',
-            tail=b"",
-        )
-
-    def finish(self, index: int, ending: Ending, *, usage: Any = None) -> bytes:
-        return self.choice({"index": index, "text": "", "logprobs": None, **ending}, usage=usage)
+    KIND = "text_completion"
+    SLOT = b'"text":'
+    TAIL = b""
+    EMPTY: ClassVar[dict[str, Any]] = {"text": ""}
 
 
 class ChatFrames(ChunkFrames):
     """Chunks of /v1/chat/completions."""
 
-    def __init__(self, *, response_id: str, created: int, model: str, fingerprint: str = "") -> None:
-        super().__init__(
-            response_id=response_id,
-            kind="chat.completion.chunk",
-            created=created,
-            model=model,
-            fingerprint=fingerprint,
-            slot=b'"delta":{"content":',
-            tail=b"}",
-        )
+    KIND = "chat.completion.chunk"
+    SLOT = b'"delta":{"content":'
+    TAIL = b"}"
+    EMPTY: ClassVar[dict[str, Any]] = {"delta": {}}
 
     def role(self, index: int, *, extras: dict[str, Any] | None = None, usage: Any = None) -> bytes:
         """The first chunk of each choice."""
@@ -142,6 +121,3 @@ class ChatFrames(ChunkFrames):
             **(extras or {}),
         }
         return self.choice(choice, usage=usage)
-
-    def finish(self, index: int, ending: Ending, *, usage: Any = None) -> bytes:
-        return self.choice({"index": index, "delta": {}, "logprobs": None, **ending}, usage=usage)
