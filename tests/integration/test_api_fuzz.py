@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.api_ring import Api, loaded_api
+from tests.sse_grammar import SseParser
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -97,6 +98,10 @@ async def test_mutated_bodies_never_make_a_5xx_and_leave_nothing_behind(api: Api
             async with api.http.post(api.url + path, data=data, headers=HEADERS) as response:
                 answer = await response.read()
                 clean = response.status < 400 or (len(answer) <= 8192 and b'"error"' in answer)
+                if response.content_type == "text/event-stream":
+                    parser = SseParser(named=path in ("/v1/responses", "/v1/messages"))
+                    parser.feed(answer)
+                    parser.close()
                 if response.status >= 500 or not clean:
                     bad.append((path, data[:300], response.status, answer[:300]))
             done += 1

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nanoserve.config import ApiConfig, ServerConfig
 from nanoserve.ipc.messages import ProcessFacts
 from tests.integration.api_ring import Api, loaded_apis
+from tests.integration.event_reader import EventReader
 
 COMPLETIONS = "/v1/completions"
 
@@ -68,36 +67,31 @@ async def test_a_process_that_does_not_answer_is_named(apis: list[Api], monkeypa
     assert (await apis[0].post("/abort_request", {"rid": "job"}))[1] == {"aborted": [], "unknown": ["job"]}
 
 
-async def read_event(response: Any) -> tuple[str, Any]:
-    block = (await response.content.readuntil(b"\n\n")).decode()
-    head, _, data = block.strip().partition("\n")
-    payload = data.removeprefix("data: ")
-    return head.removeprefix("id: "), payload if payload == "[DONE]" else json.loads(payload)
-
-
 async def test_a_dropped_stream_goes_on_at_another_process(apis: list[Api]) -> None:
     ring = apis[0].ring
     ring.script = lambda add: ring.token(add.request_id, "abc")
     body = {"prompt": "x", "max_tokens": 50, "stream": True}
     response = await apis[1].http.post(apis[1].url + COMPLETIONS, json=body)
-    last_id, event = await read_event(response)
-    seen = event["choices"][0]["text"]
+    first = await EventReader(response).next()
+    assert first.id is not None
+    last_id, seen = first.id, first.json["choices"][0]["text"]
     response.close()
     request_id = ring.added[-1].request_id
     response = await apis[2].http.post(apis[2].url + COMPLETIONS, json=body, headers={"Last-Event-ID": last_id})
     assert response.status == 200
+    reader = EventReader(response)
     numbers = [int(last_id.rpartition(":")[2])]
     for text in ("d", "ef", ""):  # each waits at the other process until it is there
         if text:
             ring.token(request_id, text)
         else:
             ring.finish(request_id)
-        event_id, event = await read_event(response)
-        seen += event["choices"][0]["text"]
-        numbers.append(int(event_id.rpartition(":")[2]))
-    event_id, event = await read_event(response)
-    assert (seen, event) == ("abcdef", "[DONE]")
-    assert numbers == list(range(numbers[0], numbers[0] + 4)) and await response.content.read() == b""
+        event = await reader.next()
+        assert event.id is not None
+        seen += event.json["choices"][0]["text"]
+        numbers.append(int(event.id.rpartition(":")[2]))
+    assert seen == "abcdef" and [event.data for event in await reader.rest()] == ["[DONE]"]
+    assert numbers == list(range(numbers[0], numbers[0] + 4))
     assert not ring.aborted
     for event_id, status in ((f"{last_id.rpartition(':')[0]}:999", 410), ("stream-1-x:1", 404), ("stream-7-x:1", 404)):
         got, answer = await apis[0].post(COMPLETIONS, body, Last_Event_ID=event_id)
@@ -109,7 +103,7 @@ async def test_a_key_cannot_read_the_stream_of_another_one_elsewhere(tmp_path: P
     async with loaded_apis(tmp_path, 2, config) as apis:
         body = {"prompt": "x", "max_tokens": 3, "stream": True}
         url, headers = apis[1].url + COMPLETIONS, {"X-Api-Key": "one"}
-        last_id, _ = await read_event(await apis[1].http.post(url, json=body, headers=headers))
+        last_id = (await EventReader(await apis[1].http.post(url, json=body, headers=headers)).next()).id or ""
         for key, status in (("two", 404), ("one", 200)):
             headers = {"X-Api-Key": key, "Last-Event-ID": last_id}
             async with apis[0].http.post(apis[0].url + COMPLETIONS, json=body, headers=headers) as response:
@@ -122,7 +116,7 @@ async def test_nobody_comes_back_at_another_process_so_the_request_ends(tmp_path
         ring.script = lambda add: ring.token(add.request_id, "abc")
         body = {"prompt": "x", "max_tokens": 50, "stream": True}
         response = await apis[1].http.post(apis[1].url + COMPLETIONS, json=body)
-        last_id, _ = await read_event(response)
+        last_id = (await EventReader(response).next()).id or ""
         response.close()
         response = await apis[0].http.get(apis[0].url + "/any", headers={"Last-Event-ID": last_id})
         await asyncio.sleep(1.2)
