@@ -67,7 +67,7 @@ def create_run_dir(parent: Path | None = None) -> Endpoints:
         _remove_stale(base)
         made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
         if len(os.fsencode(str(made))) + len(_LONGEST_NAME) <= _MAX_SOCKET_PATH:
-            if _lock(made) is not None:
+            if _lock(made) is not None and (made / _LOCK).exists():
                 return Endpoints(run_dir=made)
             continue  # another start took it for a stale one in the instant before the lock
         made.rmdir()

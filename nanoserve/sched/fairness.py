@@ -2,8 +2,8 @@
 
 Pure; used by `engine.core` with `--scheduling-policy fair`. Each request gets a tag in tokens, and lower tags are
 served first: a key that asks for much gets tags far ahead, one that comes seldom starts at the present. Tags say only
-who goes next, so an idle key saves up nothing and nobody waits while there is room. It lives in the engine because all api
-processes meet there: one clock, one count of places.
+who goes next, so an idle key saves up nothing and nobody waits while there is room. It lives in the engine because all
+api processes meet there: one clock, one count of places.
 """
 
 from __future__ import annotations

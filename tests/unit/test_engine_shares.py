@@ -59,6 +59,20 @@ def test_keys_share_the_engine_whatever_api_process_they_came_through() -> None:
     assert sorted(order[:7]) == [1, 2, 3, 4, 101, 102, 103]  # they take turns while both have something
 
 
+def test_a_key_that_was_idle_saves_nothing_up() -> None:
+    core = make_core(policy="fair", max_num_seqs=1, max_num_queued=99)
+    for request_id in range(1, 41):
+        core.handle(make_add_request(request_id, max_tokens=5, share_key="flood"))
+    served: list[int] = []
+    while len(served) < 20:
+        batch = core.step()
+        served += [end.request_id for end in batch.finished] if batch is not None else []
+    for request_id in range(101, 111):
+        core.handle(make_add_request(request_id, max_tokens=5, share_key="late"))
+    order = finished_in_order(core)
+    assert 4 <= sum(request_id > 100 for request_id in order[:10]) <= 6  # turns, from now on
+
+
 def test_a_key_keeps_to_its_share_of_the_places() -> None:
     core = make_core(policy="fair", max_num_seqs=2, max_num_queued=8)
     for request_id in range(1, 9):
@@ -70,8 +84,10 @@ def test_a_key_keeps_to_its_share_of_the_places() -> None:
     assert sorted(refused) == [6, 7, 8]  # half of ten is one key's share
     assert all(failure is not None and failure.code == "queue_full" for failure in refused.values())
     finished_in_order(core)
-    core.handle(make_add_request(30, max_tokens=2, share_key="flood"))
-    assert finished_in_order(core) == [30]  # what has ended holds no place
+    for request_id in range(30, 35):  # what has ended holds no place
+        core.handle(make_add_request(request_id, max_tokens=2, share_key="flood"))
+    news = core.take_news()
+    assert news is not None and not news.finished and len(news.accepted) == 5
 
 
 def test_a_flush_is_answered_with_the_blocks_it_forgot_and_ends_are_counted() -> None:

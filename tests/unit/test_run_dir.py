@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -92,5 +94,26 @@ def test_lives_are_counted(base: Path) -> None:
     assert next_life(endpoints, "detok-0") == 1
     (base / "ring" / "engine-0.life").write_text("junk")
     assert next_life(endpoints, "engine-0") == 1
+    remove_run_dir(endpoints)
+    base.rmdir()
+
+
+def test_a_directory_that_another_start_removed_meanwhile_is_not_used(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one took it for stale in the instant before the lock, and was done before we asked for it."""
+    removed: list[Path] = []
+
+    def lock(run_dir: Path, name: str = "lock") -> int:
+        descriptor = os.open(run_dir / name, os.O_RDWR | os.O_CREAT)
+        if not removed:
+            shutil.rmtree(run_dir)
+            removed.append(run_dir)
+        return descriptor
+
+    monkeypatch.setattr("nanoserve.ipc.endpoints._lock", lock)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    endpoints = create_run_dir(base)
+    assert endpoints.run_dir.exists() and endpoints.run_dir not in removed
     remove_run_dir(endpoints)
     base.rmdir()
