@@ -32,6 +32,8 @@ def check_config(config: ServerConfig) -> None:
         raise ConfigError("--role api|engine|detok and --run-dir belong together")
     if config.engine.standby_engine and config.processes.role != "all":
         raise ConfigError("--standby-engine needs --role all: an engine by itself is restarted by whoever started it")
+    if config.api.max_bodies_bytes < config.api.max_body_bytes:
+        raise ConfigError("--max-bodies-bytes is below --max-body-bytes: the largest body could never be read")
     if config.api.ssl_keyfile and not config.api.ssl_certfile:
         raise ConfigError("--ssl-keyfile needs --ssl-certfile: without it nothing would be encrypted")
     for text in obs.fault:
@@ -59,7 +61,6 @@ def _check_ranges(config: ServerConfig) -> None:
         ("port", config.api.port, 0),
         ("api_workers", config.api.api_workers, 1),
         ("max_body_bytes", config.api.max_body_bytes, 1024),
-        ("max_bodies_bytes", config.api.max_bodies_bytes, config.api.max_body_bytes),
         ("max_header_bytes", config.api.max_header_bytes, 1024),
         ("max_headers", config.api.max_headers, 8),
         ("max_connections", config.api.max_connections, 1),
