@@ -110,14 +110,6 @@ async def test_broken_http_gets_the_envelope_and_is_closed(data: bytes, status: 
         assert json.loads(body)["error"]["code"] == status
 
 
-@pytest.mark.rule(8)
-async def test_limits_of_headers_are_the_configured_ones() -> None:
-    head = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-    async with running_api(config(max_headers=20, max_header_bytes=2000)) as api:
-        for more, status in ((b"A: b\r\n" * 10, 200), (b"A: b\r\n" * 30, 431), (b"A: " + b"b" * 3000 + b"\r\n", 431)):
-            assert (await raw(api, head + more + b"\r\n")).startswith(b"HTTP/1.1 %d" % status)
-
-
 @pytest.mark.rule(8, 14)
 @pytest.mark.parametrize(("encoding", "status"), [(b"gzip", 400), (b"deflate", 400), (b"rot13", 415)])
 async def test_broken_content_encoding_is_a_4xx_and_no_log_line(
