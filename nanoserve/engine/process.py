@@ -32,7 +32,7 @@ HEARTBEAT_NS = 1_000_000_000
 # first step with a new shape may compile or fault memory in.
 STEP_LIMIT_S = 10.0
 TOKEN_LIMIT_S = 0.05
-CPU_PROMPT_TOKENS_PER_STREAM = 4
+CPU_PROMPT_TOKENS_PER_STREAM = 2
 KNOWN_STEPS = 16
 SLOWER = 4.0  # times the slowest of those that are known
 

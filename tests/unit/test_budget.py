@@ -19,7 +19,7 @@ def add(scheduler: Scheduler, request_id: int, num_prompt_tokens: int, **fields)
 
 def make_bounded(num_streams: int, **limits) -> tuple[Scheduler, FakeExecutor]:
     """A scheduler with so many streams that decode."""
-    bounds = {"prompt_tokens_per_stream": 2, "least_prompt_tokens": 3, "prefix_cache": False, "num_blocks": 200}
+    bounds = {"prompt_tokens_per_stream": 2, "base_prompt_tokens": 3, "prefix_cache": False, "num_blocks": 200}
     scheduler, executor = make_scheduler(**(bounds | limits)), FakeExecutor(4)
     for request_id in range(1, num_streams + 1):
         add(scheduler, request_id, 1, max_tokens=100)
@@ -43,27 +43,21 @@ def steps_until_first_token(scheduler: Scheduler, executor: FakeExecutor, reques
 
 
 def test_a_prompt_beside_streams_is_computed_in_pieces_that_grow_with_their_number() -> None:
-    for num_streams, piece in ((2, 4), (5, 10)):
+    for num_streams, piece in ((2, 7), (6, 15)):
         scheduler, executor = make_bounded(num_streams)
-        add(scheduler, 99, 40)
+        add(scheduler, 99, 3 * piece)
         steps = steps_until_first_token(scheduler, executor, 99)
-        assert steps == [(num_streams, piece)] * (40 // piece)
-
-
-def test_few_streams_leave_a_prompt_the_least_piece() -> None:
-    scheduler, executor = make_bounded(2, prompt_tokens_per_stream=1, least_prompt_tokens=5)
-    add(scheduler, 99, 20)
-    assert steps_until_first_token(scheduler, executor, 99) == [(2, 5)] * 4
+        assert steps == [(num_streams, piece)] * 3
 
 
 def test_prompts_share_a_piece_and_every_stream_has_its_token_in_each_step() -> None:
     scheduler, executor = make_bounded(5)
-    add(scheduler, 98, 7, max_tokens=100)
-    add(scheduler, 99, 6, max_tokens=100)
-    assert steps_until_first_token(scheduler, executor, 99) == [(5, 10), (6, 3)]
+    add(scheduler, 98, 8, max_tokens=100)
+    add(scheduler, 99, 8, max_tokens=100)
+    assert steps_until_first_token(scheduler, executor, 99) == [(5, 13), (6, 3)]
 
 
-@pytest.mark.parametrize(("num_starting", "first", "second"), [(2, 6, 6), (3, 20, 8), (5, 20, 19)])
+@pytest.mark.parametrize(("num_starting", "first", "second"), [(2, 9, 9), (3, 20, 11), (5, 20, 19)])
 def test_a_burst_takes_whole_steps_while_it_is_as_large_as_the_streams(
     num_starting: int, first: int, second: int
 ) -> None:
@@ -78,7 +72,7 @@ def test_who_waits_for_a_seat_is_no_reason_for_long_steps() -> None:
     scheduler, executor = make_bounded(3, max_num_seqs=4)
     for request_id in range(90, 99):
         add(scheduler, request_id, 20, max_tokens=100)
-    assert steps_until_first_token(scheduler, executor, 90) == [(3, 6), (3, 6), (3, 6), (3, 2)]
+    assert steps_until_first_token(scheduler, executor, 90) == [(3, 9), (3, 9), (3, 2)]
 
 
 def test_nobody_decodes_then_there_is_no_bound_and_none_without_the_option() -> None:
@@ -91,7 +85,7 @@ def test_nobody_decodes_then_there_is_no_bound_and_none_without_the_option() -> 
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "bound"), [("cpu", 0, 4), ("cuda:0", 0, 0), ("sim", 0, 0), ("cuda:0", 9, 9)]
+    ("device", "asked", "bound"), [("cpu", 0, 2), ("cuda:0", 0, 0), ("sim", 0, 0), ("cuda:0", 9, 9)]
 )
 def test_the_bound_is_on_by_default_where_every_token_takes_time(device: str, asked: int, bound: int) -> None:
     facts = EngineFacts(100, 100, 10, 16, device=device)
