@@ -23,7 +23,7 @@ from nanoserve.ipc.endpoints import is_private
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 1.0  # between two looks at a receiver's socket file
+LOOK_S = 1.0  # between two looks at a receiver's socket file
 
 
 def _no_limits(socket: zmq.Socket[Any]) -> None:
@@ -45,7 +45,7 @@ class _Bound:
         now = time.monotonic()
         if now < self._look_due:
             return
-        self._look_due = now + _LOOK_S
+        self._look_due = now + LOOK_S
         path = Path(self._endpoint.removeprefix("ipc://"))
         if path.exists() or not is_private(path.parent):
             return
@@ -140,14 +140,13 @@ class AsyncInbox(Generic[T]):
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.FD, self._on_readable)
+        self._looking = self._loop.call_later(LOOK_S, self._look)
         self.dropped = 0
 
     async def receive(self) -> Sequence[T]:
         """Sleeps until something waits, then takes all of it. For one task at a time."""
-        self._bound.look()
-        while (
-            not self._frames
-        ):  # filled by the loop, which so gets its turn between two batches, however fast they come
+        # Filled by the loop, which so gets its turn between two batches, however fast they come.
+        while not self._frames:
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
@@ -164,8 +163,15 @@ class AsyncInbox(Generic[T]):
 
     def close(self) -> None:
         if not self._socket.closed:
+            self._looking.cancel()
             self._loop.remove_reader(self._socket.FD)
             self._socket.close()
+
+    def _look(self) -> None:
+        """By the clock: whoever would wake this loop may not find it. Binding swallows what the descriptor told."""
+        self._bound.look()
+        self._on_readable()
+        self._looking = self._loop.call_later(LOOK_S, self._look)
 
     def _on_readable(self) -> None:
         """The descriptor tells of edges, so everything is taken: what stays would not be told again."""

@@ -44,6 +44,7 @@ def test_a_bad_frame_in_the_middle_changes_no_text(
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda number: complete(server, f"{number} {PROMPT}"), range(4))) == right
     assert complete(server, f"0 {PROMPT}") == right[0] == (right[0][0], [])
+    assert "nanoserve_requests_asked_again_total 0.0" in server.get("/metrics")[1]  # nobody waited until it was silent
     assert "restarting" not in server.output
 
 

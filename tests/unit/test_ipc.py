@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import stat
@@ -13,7 +14,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.ipc.channels import Inbox, Outbox
+from nanoserve.ipc.channels import AsyncInbox, Inbox, Outbox
 from nanoserve.ipc.columns import pack_ids, unpack_ids
 from nanoserve.ipc.endpoints import create_run_dir, remove_run_dir
 from nanoserve.ipc.ids import RequestIdAllocator, api_incarnation, api_index
@@ -120,7 +121,7 @@ def test_a_broken_frame_is_dropped_counted_and_harms_nobody(tmp_path: Path) -> N
 
 def test_a_removed_socket_file_comes_back_and_connections_live_on(tmp_path: Path, monkeypatch: Any) -> None:
     """A directory for temporary files may be tidied up under a server that has been running for weeks."""
-    monkeypatch.setattr("nanoserve.ipc.channels._LOOK_S", 0.0)
+    monkeypatch.setattr("nanoserve.ipc.channels.LOOK_S", 0.0)
     directory = tmp_path / "run"
     directory.mkdir(mode=0o700)
     endpoint = f"ipc://{directory}/x.sock"
@@ -147,6 +148,24 @@ def test_a_removed_socket_file_comes_back_and_connections_live_on(tmp_path: Path
     receive(3)
     for socket in (old, new, inbox):
         socket.close()
+    context.term()
+
+
+async def test_a_loop_that_nobody_can_reach_makes_its_socket_again_by_itself(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("nanoserve.ipc.channels.LOOK_S", 0.01)
+    directory = tmp_path / "run"
+    directory.mkdir(mode=0o700)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox: AsyncInbox[EngineInbox] = AsyncInbox(context, f"ipc://{directory}/x.sock", EngineInbox)
+    shutil.rmtree(directory)
+    receiving = asyncio.create_task(inbox.receive())
+    await asyncio.sleep(0.05)
+    directory.mkdir(mode=0o700)
+    outbox = Outbox(context, f"ipc://{directory}/x.sock")
+    outbox.send(Release(request_ids=[1]))
+    assert list(await asyncio.wait_for(receiving, 10)) == [Release(request_ids=[1])]
+    outbox.close()
+    inbox.close()
     context.term()
 
 
