@@ -200,7 +200,7 @@ async def test_a_client_that_never_reads_is_cut_at_the_cap_and_its_text_merges(t
         assert (await api.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}))[0] == 200
 
 
-async def test_fair_scheduling_gives_each_key_its_own_place_in_the_queue(tmp_path: Path) -> None:
+async def test_fair_scheduling_tells_the_engine_whose_request_it_is(tmp_path: Path) -> None:
     fair = replace(config(api_key=("a", "b")), scheduler=replace(ServerConfig().scheduler, scheduling_policy="fair"))
     async with loaded_api(tmp_path, fair) as api:
         body = {"prompt": "x", "max_tokens": 9}
@@ -211,8 +211,8 @@ async def test_fair_scheduling_gives_each_key_its_own_place_in_the_queue(tmp_pat
         await api.ring.until(lambda: len(api.ring.added) == 7)
         waiting.append(asyncio.create_task(api.post(COMPLETIONS, body, Authorization="Bearer b")))
         await api.ring.until(lambda: len(api.ring.added) == 8)
-        *flood, modest = [add.sampling.max_tokens and add.priority for add in api.ring.added[4:]]
-        assert flood == sorted(set(flood)) and modest < flood[1]
+        *flood, modest = [add.share_key for add in api.ring.added[4:]]
+        assert len(set(flood)) == 1 and modest not in flood
         for add in api.ring.added[4:]:
             api.ring.finish_at_once(add)
         await asyncio.gather(*waiting)

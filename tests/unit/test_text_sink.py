@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import sys
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -132,6 +134,39 @@ def test_the_writer_escapes_text_and_tells_of_what_stops_it() -> None:
     transport.closing = True
     writer.send_text("c")
     assert isinstance(stops[1], ConnectionResetError) and b'"c"' not in transport.data
+
+
+async def test_bytes_stay_in_order_between_the_socket_and_its_transport() -> None:
+    """A socket that is full takes a part of an event; the rest, and what follows, waits in the transport."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)
+    transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
+    writer, _, stops = make_writer()
+    writer._transport, writer._descriptor = transport, ours.fileno()  # type: ignore[assignment]
+    texts = [f"{number:04} " * 200 for number in range(12)]
+    for text in texts[:6]:
+        writer.send_text(text)
+    assert transport.get_write_buffer_size() > 0, "the socket took it all"
+    reader, reader_writer = await asyncio.open_connection(sock=theirs)
+    events = [await reader.readuntil(b"\n\n") for _ in texts[:6]]
+    for text in texts[6:]:
+        writer.send_text(text)
+        events.append(await reader.readuntil(b"\n\n"))
+    assert [event.decode() for event in events] == [f'data: {{"{text}"}}\n\n' for text in texts] and stops == []
+    reader_writer.close()
+    transport.close()
+    await reader_writer.wait_closed()
+
+
+async def test_a_client_that_has_gone_stops_its_writer() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    writer, transport, stops = make_writer()
+    writer._descriptor = ours.fileno()
+    writer.send_text("a")
+    ours.close()
+    assert isinstance(stops[0], ConnectionResetError) and transport.data == b""
 
 
 @pytest.mark.parametrize("count", [8, 32])
