@@ -117,6 +117,7 @@ def main() -> None:
     threads = args.threads or len(os.sched_getaffinity(0))
     for backend in backends.values():
         backend.allocate_kv(max(int(batch.block_tables.max()) for _, batch in cases.values()) + 1)
+        backend.touch_kv()
     for case, (tokens, batch) in cases.items():
         for _ in range(args.rounds):
             for name, backend in backends.items():
