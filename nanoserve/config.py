@@ -102,8 +102,8 @@ class SchedulerConfig:
         512, "most tokens in one step, prompts and answers together", size=True, aliases=("max-prefill-tokens",)
     )
     prompt_tokens_per_stream: int = option(
-        0, "most prompt tokens in a step for each stream that decodes in it, beside 48, so that tokens come evenly "
-        "(not while as many requests wait for their first token); 0: 2 on a CPU, no bound on a GPU",
+        0, "most prompt tokens in a step for each stream that decodes in it and each request that waits for its first "
+        "token, beside 40 (unbound while as many wait as decode); 0: 2 on a CPU, unbound on a GPU",
     )  # fmt: skip
     max_num_queued: int = option(
         1024, "most requests that wait; more are refused (see --overload-status)", aliases=("max-queued-requests",)

@@ -2,8 +2,9 @@
 
 A step takes as long as its tokens, so a prompt of hundreds of tokens beside streams holds each of them up. While
 streams decode, the prompts' share of a step is therefore bound: to some tokens, and some more for each stream, whose
-own token takes time too. So a step takes at most a few times as long as without prompts, whatever the model and the
-machine. The bound is counted in tokens, not in measured time, so that a plan depends on its requests alone.
+own token takes time too, and for each request that waits for its first token. So a step takes at most a few times as
+long as without prompts, whatever the model and the machine. The bound is counted in tokens, not in measured time, so
+that a plan depends on its requests alone.
 
 Where as many requests wait for their first token as streams are under way, or more (a burst, a start), there is no
 bound: a long step then shortens at least as many waits as it lengthens.
@@ -38,7 +39,7 @@ class StepBudget:
         num_starting = num_running - num_streams + min(num_waiting, limits.max_num_running - num_running)
         if num_starting >= num_streams:
             return cls(total, total)
-        share = limits.base_prompt_tokens + limits.prompt_tokens_per_stream * num_streams
+        share = limits.base_prompt_tokens + limits.prompt_tokens_per_stream * (num_streams + num_starting)
         return cls(total, min(share, total))
 
     def grant(self, wanted: int) -> int:

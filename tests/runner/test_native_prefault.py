@@ -49,6 +49,8 @@ def test_memory_is_real_a_lead_ahead_of_the_highest_block(monkeypatch: pytest.Mo
         assert all(num_real(stripe[: 12 << 20]) == 12 << 20 for stripe in stripes)
         ahead.use(BLOCKS - 1)
         wait_for(ahead, 16 << 20)
+        ahead._thread.join(10)
+        assert not ahead._thread.is_alive(), "there is nothing left to do"
         assert memory[5] == 77
         assert np.count_nonzero(memory) == 1
     finally:

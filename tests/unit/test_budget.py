@@ -43,7 +43,7 @@ def steps_until_first_token(scheduler: Scheduler, executor: FakeExecutor, reques
 
 
 def test_a_prompt_beside_streams_is_computed_in_pieces_that_grow_with_their_number() -> None:
-    for num_streams, piece in ((2, 7), (6, 15)):
+    for num_streams, piece in ((2, 9), (6, 17)):
         scheduler, executor = make_bounded(num_streams)
         add(scheduler, 99, 3 * piece)
         steps = steps_until_first_token(scheduler, executor, 99)
@@ -52,27 +52,27 @@ def test_a_prompt_beside_streams_is_computed_in_pieces_that_grow_with_their_numb
 
 def test_prompts_share_a_piece_and_every_stream_has_its_token_in_each_step() -> None:
     scheduler, executor = make_bounded(5)
-    add(scheduler, 98, 8, max_tokens=100)
-    add(scheduler, 99, 8, max_tokens=100)
-    assert steps_until_first_token(scheduler, executor, 99) == [(5, 13), (6, 3)]
+    add(scheduler, 98, 12, max_tokens=100)
+    add(scheduler, 99, 12, max_tokens=100)
+    assert steps_until_first_token(scheduler, executor, 99) == [(5, 17), (6, 7)]
 
 
-@pytest.mark.parametrize(("num_starting", "first", "second"), [(2, 9, 9), (3, 20, 11), (5, 20, 19)])
+@pytest.mark.parametrize(("num_starting", "first", "second"), [(2, 13, 13), (3, 40, 15), (5, 40, 39)])
 def test_a_burst_takes_whole_steps_while_it_is_as_large_as_the_streams(
     num_starting: int, first: int, second: int
 ) -> None:
-    scheduler, executor = make_bounded(3, max_num_batched_tokens=23)
+    scheduler, executor = make_bounded(3, max_num_batched_tokens=43)
     for request_id in range(90, 90 + num_starting):
-        add(scheduler, request_id, 20, max_tokens=100)
+        add(scheduler, request_id, 40, max_tokens=100)
     steps = steps_until_first_token(scheduler, executor, 89 + num_starting)
-    assert steps[:2] == [(3, first), (3 + (first == 20), second)]
+    assert steps[:2] == [(3, first), (3 + (first == 40), second)]
 
 
 def test_who_waits_for_a_seat_is_no_reason_for_long_steps() -> None:
     scheduler, executor = make_bounded(3, max_num_seqs=4)
     for request_id in range(90, 99):
         add(scheduler, request_id, 20, max_tokens=100)
-    assert steps_until_first_token(scheduler, executor, 90) == [(3, 9), (3, 9), (3, 2)]
+    assert steps_until_first_token(scheduler, executor, 90) == [(3, 11), (3, 9)]
 
 
 def test_nobody_decodes_then_there_is_no_bound_and_none_without_the_option() -> None:

@@ -23,7 +23,7 @@ from nanoserve.runner.native import build, draw, packing
 from nanoserve.runner.native.library import Batch, BatchFault, Config, KvFormat, Layer, Linear, SourceType, load_library
 from nanoserve.runner.native.memory import allocate
 from nanoserve.runner.native.packed_file import load_packed, save_packed
-from nanoserve.runner.native.prefault import Prefault
+from nanoserve.runner.native.prefault import LEAST_BYTES, Prefault
 from nanoserve.runner.sampler import SampleRows
 
 _PAGE_TOKENS = 16
@@ -112,7 +112,8 @@ class NativeBackend:
         self._num_blocks = num_blocks
         pages = num_blocks * self._options.block_size // _PAGE_TOKENS
         self._library.ns_model_set_kv(self._model, self._kv.ctypes.data, pages)
-        self._prefault = Prefault(self._kv, self._spec.num_layers, num_blocks)
+        if self._kv.nbytes >= LEAST_BYTES:
+            self._prefault = Prefault(self._kv, self._spec.num_layers, num_blocks)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """One step: float32 logits [S, vocab_size], valid until the next call; `greedy_ids` are their argmax."""

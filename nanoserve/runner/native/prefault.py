@@ -22,6 +22,7 @@ import numpy.typing as npt
 _PIECE = 2 << 20  # bytes at a time: a huge page
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; elsewhere memory becomes real when it is touched
 LEAD_BYTES = 256 << 20
+LEAST_BYTES = 64 << 20  # a smaller pool is not worth a thread
 
 
 class Prefault:
@@ -59,7 +60,7 @@ class Prefault:
     def _work(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # not on Linux
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread's alone
-        while not self._stopping:
+        while not self._stopping and self.num_bytes < self._stripe_bytes:
             self._wake.wait()
             self._wake.clear()
             while self.num_bytes < self._wanted and not self._stopping:
