@@ -14,22 +14,19 @@ constexpr int kTileRows = 12;
 // x rows that stay in the L2 cache while weights stream past them.
 constexpr size_t kSlabBytes = 480 << 10;
 
-// Up to so many rows, two panels go side by side: one panel's chains of dependent additions would leave the core idle.
-constexpr int kWideRows = 2;
-
 struct Tile {
     const GemmJob& job;
-    const uint8_t* panels;  // the first panel as stored
+    const uint8_t* packed;  // the panel as stored
     bf16* decoded;          // where a quantized panel goes in the kBf16 form, for the tiles after the first
-    int panel;              // index of the first
+    int panel;              // its index
     const uint8_t* ahead;   // prefetched evenly over the tile
     int ahead_lines;        // per 32 k
 };
 
 template <int ROWS>
-inline __attribute__((always_inline)) void finish_logits(const Tile& tile, int panel, int row, __m512 (&acc)[ROWS][2]) {
+inline __attribute__((always_inline)) void finish_logits(const Tile& tile, int row, __m512 (&acc)[ROWS][2]) {
     const GemmJob& job = tile.job;
-    const int column = panel * kPanel;
+    const int column = tile.panel * kPanel;
     const int live = std::min(kPanel, job.weight->n - column);
     const __mmask16 mask0 = static_cast<__mmask16>((1u << std::min(live, 16)) - 1);
     const __mmask16 mask1 = static_cast<__mmask16>((1u << std::max(live - 16, 0)) - 1);
@@ -55,11 +52,11 @@ inline __attribute__((always_inline)) void finish_logits(const Tile& tile, int p
 }
 
 template <int ROWS>
-inline __attribute__((always_inline)) void finish(const Tile& tile, int panel, int row, __m512 (&acc)[ROWS][2]) {
+inline __attribute__((always_inline)) void finish(const Tile& tile, int row, __m512 (&acc)[ROWS][2]) {
     const GemmJob& job = tile.job;
-    if (job.epilogue == Epilogue::kLogits) return finish_logits<ROWS>(tile, panel, row, acc);
+    if (job.epilogue == Epilogue::kLogits) return finish_logits<ROWS>(tile, row, acc);
     if (job.epilogue == Epilogue::kSiluMul || job.epilogue == Epilogue::kGeluMul) {
-        bf16* out = static_cast<bf16*>(job.out) + static_cast<size_t>(row) * job.ld + panel * (kPanel / 2);
+        bf16* out = static_cast<bf16*>(job.out) + static_cast<size_t>(row) * job.ld + tile.panel * (kPanel / 2);
 #pragma GCC unroll 12
         for (int i = 0; i < ROWS; ++i, out += job.ld) {
             const __m512 gate = acc[i][0];
@@ -68,11 +65,11 @@ inline __attribute__((always_inline)) void finish(const Tile& tile, int panel, i
         }
         return;
     }
-    float* out = static_cast<float*>(job.out) + static_cast<size_t>(row) * job.ld + panel * kPanel;
+    float* out = static_cast<float*>(job.out) + static_cast<size_t>(row) * job.ld + tile.panel * kPanel;
     __m512 base0 = _mm512_setzero_ps(), base1 = _mm512_setzero_ps();
     if (job.weight->bias) {
-        base0 = _mm512_loadu_ps(job.weight->bias + panel * kPanel);
-        base1 = _mm512_loadu_ps(job.weight->bias + panel * kPanel + 16);
+        base0 = _mm512_loadu_ps(job.weight->bias + tile.panel * kPanel);
+        base1 = _mm512_loadu_ps(job.weight->bias + tile.panel * kPanel + 16);
     }
 #pragma GCC unroll 12
     for (int i = 0; i < ROWS; ++i, out += job.ld) {
@@ -86,82 +83,56 @@ inline __attribute__((always_inline)) void finish(const Tile& tile, int panel, i
     }
 }
 
-template <int ROWS, int PANELS>
-inline __attribute__((always_inline)) void multiply_pair(const bf16* x, int k, const __m512bh (&w)[PANELS][2],
-                                                         __m512 (&acc)[PANELS][ROWS][2]) {
+template <int ROWS>
+inline __attribute__((always_inline)) void multiply_pair(const bf16* x, int k, __m512bh low, __m512bh high,
+                                                         __m512 (&acc)[ROWS][2]) {
 #pragma GCC unroll 12
     for (int i = 0; i < ROWS; ++i) {
         const __m512bh pair = broadcast_pair(x + static_cast<size_t>(i) * k);
-#pragma GCC unroll 2
-        for (int p = 0; p < PANELS; ++p) {
-            acc[p][i][0] = _mm512_dpbf16_ps(acc[p][i][0], w[p][0], pair);
-            acc[p][i][1] = _mm512_dpbf16_ps(acc[p][i][1], w[p][1], pair);
-        }
+        acc[i][0] = _mm512_dpbf16_ps(acc[i][0], low, pair);
+        acc[i][1] = _mm512_dpbf16_ps(acc[i][1], high, pair);
     }
 }
 
-// ROWS rows by PANELS*32 columns over the whole of K, from panels in the kBf16 form. Each accumulator takes its
-// products in order of k whatever the tile: the same row gives the same bits in every batch. All loops over
-// accumulators are unrolled by force, else gcc keeps them in memory (35-43 % of peak instead of 90).
-template <int ROWS, int PANELS>
-inline __attribute__((always_inline)) void run_plain(const Tile& tile, const bf16* w, int row) {
+// ROWS rows by a panel's 32 columns over the whole of K, in the kBf16 form. Each accumulator takes its products in order
+// of k whatever the tile: the same row gives the same bits in every batch. All loops over accumulators are unrolled by
+// force, else gcc keeps them in memory (35-43 % of peak instead of 90).
+template <int ROWS>
+void run_plain(const Tile& tile, int row) {
     const int k = tile.job.weight->k;
-    const size_t panel_size = static_cast<size_t>(k) * kPanel;
     const bf16* x = tile.job.x + static_cast<size_t>(row) * k;
+    const bf16* w = reinterpret_cast<const bf16*>(tile.packed);
     const uint8_t* ahead = tile.ahead;
-    __m512 acc[PANELS][ROWS][2] = {};
+    __m512 acc[ROWS][2] = {};
     for (int k0 = 0; k0 < k; k0 += kGroup) {
         for (int line = 0; line < tile.ahead_lines; ++line, ahead += 64) prefetch(ahead);
-        for (int j = k0; j < k0 + kGroup; j += 2, w += 2 * kPanel) {
-            __m512bh weights[PANELS][2];
-#pragma GCC unroll 2
-            for (int p = 0; p < PANELS; ++p) {
-                weights[p][0] = load_pairs(w + p * panel_size);
-                weights[p][1] = load_pairs(w + p * panel_size + kPanel);
-            }
-            multiply_pair<ROWS, PANELS>(x + j, k, weights, acc);
-        }
+        for (int j = k0; j < k0 + kGroup; j += 2, w += 2 * kPanel)
+            multiply_pair<ROWS>(x + j, k, load_pairs(w), load_pairs(w + kPanel), acc);
     }
-#pragma GCC unroll 2
-    for (int p = 0; p < PANELS; ++p) finish<ROWS>(tile, tile.panel + p, row, acc[p]);
+    finish<ROWS>(tile, row, acc);
 }
 
 // The same from quantized panels, few rows: weights are decoded in registers and used at once.
-template <class Columns, int FORMAT, int ROWS, int PANELS>
-inline __attribute__((always_inline)) void run_decoding(const Tile& tile, int row) {
+template <class Columns, int FORMAT, int ROWS>
+void run_decoding(const Tile& tile, int row) {
     const int k = tile.job.weight->k;
-    const size_t stored = panel_bytes(FORMAT, k);
     const bf16* x = tile.job.x + static_cast<size_t>(row) * k;
-    __m512 acc[PANELS][ROWS][2] = {};
-    const uint8_t *group = tile.panels, *ahead = tile.ahead;
+    __m512 acc[ROWS][2] = {};
+    const uint8_t *group = tile.packed, *ahead = tile.ahead;
     for (int k0 = 0; k0 < k; k0 += kGroup, group += group_bytes(FORMAT), ahead += group_bytes(FORMAT)) {
-        Columns columns[PANELS][2];
-#pragma GCC unroll 2
-        for (int p = 0; p < PANELS; ++p) {
-            prefetch_group(ahead + p * stored, FORMAT);
-            columns[p][0].start(group + p * stored, 0);
-            columns[p][1].start(group + p * stored, 1);
-        }
+        prefetch_group(ahead, FORMAT);
+        Columns low, high;
+        low.start(group, 0);
+        high.start(group, 1);
         for (int k16 = 0; k16 < 2; ++k16) {
+            low.load(group, 0, k16);
+            high.load(group, 1, k16);
 #pragma GCC unroll 2
-            for (int p = 0; p < PANELS; ++p) {
-                columns[p][0].load(group + p * stored, 0, k16);
-                columns[p][1].load(group + p * stored, 1, k16);
-            }
-#pragma GCC unroll 2
-            for (int pair = 0; pair < 8; ++pair) {
-                __m512bh weights[PANELS][2];
-#pragma GCC unroll 2
-                for (int p = 0; p < PANELS; ++p) {
-                    weights[p][0] = columns[p][0].next();
-                    weights[p][1] = columns[p][1].next();
-                }
-                multiply_pair<ROWS, PANELS>(x + k0 + k16 * 16 + pair * 2, k, weights, acc);
-            }
+            for (int pair = 0; pair < 8; ++pair)
+                multiply_pair<ROWS>(x + k0 + k16 * 16 + pair * 2, k, low.next(), high.next(), acc);
         }
     }
-#pragma GCC unroll 2
-    for (int p = 0; p < PANELS; ++p) finish<ROWS>(tile, tile.panel + p, row, acc[p]);
+    finish<ROWS>(tile, row, acc);
 }
 
 constexpr int kFusedRows = 8;  // more rows than that: decode into cache first, the registers are needed for sums
@@ -169,7 +140,7 @@ constexpr int kFusedRows = 8;  // more rows than that: decode into cache first, 
 // Decodes a whole panel for tiles of many rows.
 template <class Columns, int FORMAT>
 void decode_panel(const Tile& tile) {
-    const uint8_t *group = tile.panels, *ahead = tile.ahead;
+    const uint8_t *group = tile.packed, *ahead = tile.ahead;
     for (int k0 = 0; k0 < tile.job.weight->k;
          k0 += kGroup, group += group_bytes(FORMAT), ahead += group_bytes(FORMAT)) {
         prefetch_group(ahead, FORMAT);
@@ -177,45 +148,39 @@ void decode_panel(const Tile& tile) {
     }
 }
 
-template <int FORMAT, int ROWS, int PANELS>
+template <int FORMAT, int ROWS>
 void run_tile(const Tile& tile, int row) {
     if constexpr (FORMAT == kQ4)
-        run_decoding<Q4Columns, kQ4, ROWS, PANELS>(tile, row);
+        run_decoding<Q4Columns, kQ4, ROWS>(tile, row);
     else if constexpr (FORMAT == kQ8)
-        run_decoding<Q8Columns, kQ8, ROWS, PANELS>(tile, row);
+        run_decoding<Q8Columns, kQ8, ROWS>(tile, row);
     else
-        run_plain<ROWS, PANELS>(tile, reinterpret_cast<const bf16*>(tile.panels), row);
+        run_plain<ROWS>(tile, row);
 }
 
 using TileFunction = void (*)(const Tile&, int);
-template <int FORMAT, int PANELS, int... ROWS>
+template <int FORMAT, int... ROWS>
 constexpr std::array<TileFunction, sizeof...(ROWS) + 1> tiles_of(std::integer_sequence<int, ROWS...>) {
-    return {nullptr, run_tile<FORMAT, ROWS + 1, PANELS>...};
+    return {nullptr, run_tile<FORMAT, ROWS + 1>...};
 }
 template <int FORMAT>
-struct Tiles {
-    static constexpr auto kWide = tiles_of<FORMAT, 2>(std::make_integer_sequence<int, kWideRows>{});
-    static constexpr auto kSingle =
-        tiles_of<FORMAT, 1>(std::make_integer_sequence<int, FORMAT == kBf16 ? kTileRows : kFusedRows>{});
-};
+constexpr auto kTiles = tiles_of<FORMAT>(std::make_integer_sequence<int, FORMAT == kBf16 ? kTileRows : kFusedRows>{});
 
-TileFunction tile_function(int format, int rows, bool wide) {
-    if (format == kQ4) return wide ? Tiles<kQ4>::kWide[rows] : Tiles<kQ4>::kSingle[rows];
-    if (format == kQ8) return wide ? Tiles<kQ8>::kWide[rows] : Tiles<kQ8>::kSingle[rows];
-    return wide ? Tiles<kBf16>::kWide[rows] : Tiles<kBf16>::kSingle[rows];
+TileFunction tile_function(int format, int rows) {
+    return format == kQ4 ? kTiles<kQ4>[rows] : format == kQ8 ? kTiles<kQ8>[rows] : kTiles<kBf16>[rows];
 }
 
-// How a product is cut into items: slabs of rows times runs of panels.
+// How a product is cut into items: slabs of rows times panels. Two panels side by side would keep the core busier where
+// a row or two make one chain of dependent additions per column, but memory is the bound there, and pairs are shared out
+// less evenly: 2.48 ms a step of one row against 2.24.
 struct Cut {
-    int panels, run, runs, slab;
-    Cut(const Linear& weight, int m)
-        : panels(num_panels(weight.n)), run(m <= kWideRows ? 2 : 1), runs((panels + run - 1) / run) {
+    int panels, slab;
+    Cut(const Linear& weight, int m) : panels(num_panels(weight.n)) {
         const int fit = static_cast<int>(kSlabBytes / (static_cast<size_t>(weight.k) * sizeof(bf16)));
         const int most = std::max(kTileRows, fit / kTileRows * kTileRows), slabs = std::max(1, (m + most - 1) / most);
         slab = std::max(1, std::min(m, ((m + slabs - 1) / slabs + kTileRows - 1) / kTileRows * kTileRows));
     }
-    int items(int m) const { return (m + slab - 1) / slab * runs; }
-    int first_panel(int item) const { return item % runs * run; }
+    int items(int m) const { return (m + slab - 1) / slab * panels; }
 };
 
 }  // namespace
@@ -226,7 +191,7 @@ const uint8_t* first_panel(const Linear& weight, int m, int thread, int threads)
     const Cut cut(weight, m);
     const Form& form = weight.form(m);
     const int item = Phases::share_begin(cut.items(m), thread, threads);
-    return form.panels + cut.first_panel(item) * panel_bytes(form.format, weight.k);
+    return form.panels + item % cut.panels * panel_bytes(form.format, weight.k);
 }
 
 void gemm(Phases& phases, int thread, const GemmJob& job, bf16* scratch) {
@@ -236,27 +201,26 @@ void gemm(Phases& phases, int thread, const GemmJob& job, bf16* scratch) {
     const Cut cut(weight, job.m);
     for (int item; (item = phases.claim(thread)) >= 0;) {
         const int next = phases.peek(thread);  // its weights are fetched meanwhile
-        const int panel = cut.first_panel(item), begin = item / cut.runs * cut.slab;
-        const bool wide = cut.run == 2 && panel + 1 < cut.panels;
+        const int panel = item % cut.panels, begin = item / cut.panels * cut.slab;
         const uint8_t* packed = form.panels + panel * bytes;
-        const uint8_t* ahead = next < 0 ? job.next_phase : form.panels + cut.first_panel(next) * bytes;
+        const uint8_t* ahead = next < 0 ? job.next_phase : form.panels + next % cut.panels * bytes;
         if (!ahead) ahead = packed;  // nothing to fetch: lines that are here already
         const int end = std::min(begin + cut.slab, job.m), tiles = (end - begin + kTileRows - 1) / kTileRows;
         Tile tile{job, packed, scratch, panel, ahead, 0};
         int format = form.format;
         if (format != kBf16 && end - begin > kFusedRows) {
             format == kQ4 ? decode_panel<Q4Columns, kQ4>(tile) : decode_panel<Q8Columns, kQ8>(tile);
-            tile.panels = reinterpret_cast<const uint8_t*>(scratch);
+            tile.packed = reinterpret_cast<const uint8_t*>(scratch);
             format = kBf16;
         } else if (format == kBf16) {
             // Many tiles read a panel once from DRAM and then from cache: fetching the next one meanwhile keeps DRAM
             // busy. A single tile streams, which the hardware's own prefetching does better (6 ms a step against 6.6).
-            const int lines = ((wide ? 2 : 1) * kGroup + tiles - 1) / tiles;  // a panel has one line per k
+            const int lines = (kGroup + tiles - 1) / tiles;  // a panel has one line per k
             tile.ahead_lines = tiles > 1 || next < 0 ? lines : 0;
         }
         for (int i = 0, row = begin; i < tiles; ++i) {  // rows spread evenly: 32 is 11 + 11 + 10, not 12 + 12 + 8
             const int rows = (end - row + tiles - i - 1) / (tiles - i);
-            tile_function(format, rows, wide)(tile, row);
+            tile_function(format, rows)(tile, row);
             tile.ahead += static_cast<size_t>(tile.ahead_lines) * 64 * (weight.k / kGroup);
             row += rows;
         }
