@@ -86,10 +86,8 @@ class Link:
         watchdog: LoopWatchdog,
         *,
         ledger_file: Path,
-        is_alone: bool = False,
     ) -> None:
         self._ledger_file = ledger_file
-        self.is_alone = is_alone
         self.name = name
         self.index = index
         self.incarnation = incarnation
@@ -134,8 +132,8 @@ class Link:
         late = self._loop.check(now) if self.is_ready else 0.0
         doing = self._loop.doing
         self._send(Heartbeat(self.name, self.incarnation, late_s=late, doing=doing[0] if doing else ""))
-        if self.is_alone and self._announcement is not None:
-            self._send(self._announcement)  # whoever listens may have been started a moment ago
+        if self._announcement is not None:
+            self._send(self._announcement)  # it may have been lost, or who listens was started a moment ago
         if now >= self._ledger_due and self.is_ready:
             self._ledger_due = now + _LEDGER_S
             write_ledger(self._ledger_file)
@@ -228,7 +226,6 @@ def main(argv: list[str]) -> int:
     )
     context = zmq.Context()
     outbox = Outbox(context, endpoints.supervisor())
-    is_alone = config.processes.role in ("engine", "detok")
     link = Link(
         name,
         options.index,
@@ -236,7 +233,6 @@ def main(argv: list[str]) -> int:
         outbox,
         watchdog,
         ledger_file=endpoints.memory_file(name),
-        is_alone=is_alone,
     )
     ended = threading.Event()
     pulse = threading.Thread(target=_beat, args=(link, ended), name="pulse", daemon=True)

@@ -154,7 +154,8 @@ class Supervisor:
         if self._board.status.stage != "ready" and not self._is_api_alone:
             self._check_start()
         self._keep_standby()
-        if self._children.check_pulses(time.monotonic(), self._config.obs.watchdog_hard):
+        obs = self._config.obs
+        if self._children.check_pulses(time.monotonic(), obs.watchdog_hard, obs.startup_timeout):
             self._publish()
 
     def _on_death(self, child: Child, code: int) -> None:
@@ -168,7 +169,8 @@ class Supervisor:
             self._endpoints.step_record(child.index).unlink(missing_ok=True)  # no request is to blame
         now = time.monotonic()
         lived_s = now - child.ready_since if child.ready_once else 0.0
-        may_return = child.ready_once or child.incarnation > 1
+        # Where the ring has turned all of them have been ready, whether or not we have heard of it.
+        may_return = child.ready_once or child.incarnation > 1 or self._board.status.stage == "ready"
         wait_s = self._restarts.add(child.name, now, lived_s) if may_return else None
         if wait_s is None:
             raise ChildDied(child, code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import signal
@@ -18,6 +19,7 @@ _log = logging.getLogger(__name__)
 # counts from its last pulse that still saw progress.
 SILENT_S = 1.6
 LATE_S = 1.0
+FIRST_PULSE_S = 30.0  # from the start of a process to its first pulse, on the slowest machine
 
 
 class Wakeups:
@@ -96,22 +98,33 @@ class ChildTable:
         self._children[child.name] = child
         return child
 
-    def check_pulses(self, now: float, hard_s: float) -> bool:
+    def check_pulses(self, now: float, hard_s: float, startup_s: float = math.inf) -> bool:
         """Marks processes that are stopped or stuck; True when anything changed.
 
-        One of ours that stays silent for `hard_s` (0: for ever) is ended: its own watchdog cannot run any more.
+        One of ours that stays silent for `hard_s` (0: for ever) is ended: its own watchdog cannot run any more. So is a
+        later life that is not ready after `startup_s`, or never begins to beat: streams wait for it.
         """
         changed = False
         for child in self._children.values():
-            if child.state not in (READY, STALLED):
+            if child.state not in (READY, STALLED, RESTARTING):
                 continue
             silent = now - child.heard
-            state = STALLED if silent > SILENT_S or child.late_s > LATE_S else READY
-            if state != child.state:
-                child.state, changed = state, True
-                _log.warning("%s is %s (silent %.1f s, late %.1f s)", child.name, state, silent, child.late_s)
-            if hard_s and silent > hard_s + SILENT_S and not child.condemned:
-                _log.error("%s gave no sign of life for %.0f s: it is ended", child.name, silent)
+            if child.state == RESTARTING:
+                is_lost = bool(hard_s) and silent > max(hard_s, FIRST_PULSE_S)
+                is_lost |= now - child.started_ns * 1e-9 > startup_s
+            else:
+                changed |= self._mark(child, silent)
+                is_lost = bool(hard_s) and silent > hard_s + SILENT_S
+            if is_lost and not child.condemned:
+                _log.error("%s, %s, gave no sign of life for %.0f s: it is ended", child.name, child.state, silent)
                 child.condemned = True
                 child.send_signal(signal.SIGKILL)
         return changed
+
+    def _mark(self, child: Child, silent: float) -> bool:
+        state = STALLED if silent > SILENT_S or child.late_s > LATE_S else READY
+        if state == child.state:
+            return False
+        child.state = state
+        _log.warning("%s is %s (silent %.1f s, late %.1f s)", child.name, state, silent, child.late_s)
+        return True

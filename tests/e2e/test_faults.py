@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -104,3 +106,16 @@ def test_a_full_disk_for_logs_stops_nothing(start_server: StartServer) -> None:
     assert right and not errors
     assert "restarting" not in server.output
     assert server.stop() == 0
+
+
+@pytest.mark.parametrize("role", ["api", "engine", "detok"])
+def test_a_lost_word_to_the_launcher_delays_a_start_and_a_restart_and_no_more(
+    role: str, start_server: StartServer
+) -> None:
+    """`Ready` is among the first ones; a process whose `Ready` never came would be waited for without end."""
+    faults = [f"{role}:drop=supervisor@{turn}!" for turn in range(1, 6)]
+    server = start_server("sim", "--startup-timeout", "20", "--fault", *faults)
+    os.kill(server.pids[f"{role}-0"], signal.SIGKILL)
+    server.wait_for_output(f"{role}-0 (pid", 10)
+    server.wait_for_output("is back, life 2", 20)
+    assert complete(server)[1] == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.children import READY, STALLED, Child
+from nanoserve.children import READY, RESTARTING, STALLED, STARTING, Child
 from nanoserve.ipc.messages import Heartbeat
 from nanoserve.wakeups import ChildTable, Wakeups
 
@@ -45,3 +45,18 @@ def test_what_stays_silent_for_good_is_ended_once() -> None:
     table.check_pulses(130.0, 20.0)
     assert child.condemned
     wakeups.close()
+
+
+def test_a_later_life_that_hangs_in_its_start_is_ended_too() -> None:
+    """Stopped before its first pulse, or beating and never ready; the first start has a limit of its own."""
+    for state, now, startup_s, is_ended in (
+        (RESTARTING, 125.0, 60.0, False),
+        (RESTARTING, 131.0, 60.0, True),
+        (RESTARTING, 110.0, 9.0, True),
+        (STARTING, 131.0, 9.0, False),
+    ):
+        table, child, wakeups = make_table()
+        child.state, child.started_ns = state, 100_000_000_000
+        table.check_pulses(now, 20.0, startup_s)
+        assert child.condemned == is_ended
+        wakeups.close()
