@@ -30,7 +30,8 @@ _BENCHMARKS = (
 )
 
 
-_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # what the operator can change
+# What the operator can change.
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EDQUOT)
 
 
 def serve_command(argv: Sequence[str], *, prog: str = "nanoserve serve") -> int:

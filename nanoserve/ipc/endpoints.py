@@ -138,13 +138,20 @@ def shared_run_dir(path: Path, role: str) -> Endpoints:
 
 
 def next_life(endpoints: Endpoints, name: str) -> int:
-    """The incarnation of a process that is started by itself: one more than the last one's, counted in a file."""
-    path = endpoints.run_dir / f"{name}.life"
+    """The incarnation of a process that is started by itself: one more than the last one's, counted in a file.
+
+    The file always has the same length and is never truncated: a life is never counted twice because the last start
+    was killed while it wrote, and a full disk has room for it. OSError when it cannot be made.
+    """
+    descriptor = os.open(endpoints.run_dir / f"{name}.life", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        life = int(path.read_text()) + 1
-    except (OSError, ValueError):
-        life = 1
-    path.write_text(str(life))
+        try:
+            life = int(os.pread(descriptor, 100, 0)) + 1
+        except ValueError:
+            life = 1
+        os.pwrite(descriptor, b"%20d\n" % life, 0)
+    finally:
+        os.close(descriptor)
     return life
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -94,6 +96,23 @@ def test_lives_are_counted(base: Path) -> None:
     assert next_life(endpoints, "detok-0") == 1
     (base / "ring" / "engine-0.life").write_text("junk")
     assert next_life(endpoints, "engine-0") == 1
+    remove_run_dir(endpoints)
+    base.rmdir()
+
+
+def test_a_life_is_never_counted_twice_though_no_file_can_be_written(base: Path) -> None:
+    """With the ids of an earlier life its requests would be taken for those that the engine has already."""
+    endpoints = shared_run_dir(base / "ring", "engine")
+    assert [next_life(endpoints, "engine-0") for _ in range(2)] == [1, 2]
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            next_life(endpoints, "engine-0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert next_life(endpoints, "engine-0") == 3
     remove_run_dir(endpoints)
     base.rmdir()
 
