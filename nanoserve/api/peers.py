@@ -31,7 +31,7 @@ class Peers:
         self._send = send
         self._clock_ns = clock_ns
         self._numbers = count(1)
-        self._waiting: dict[int, asyncio.Future[ApiReply]] = {}
+        self._waiting: dict[int, tuple[int, asyncio.Future[ApiReply | None]]] = {}  # by number: asked whom
         self._answering: set[asyncio.Task[None]] = set()
         self.living: frozenset[int] = frozenset()
 
@@ -40,18 +40,26 @@ class Peers:
         """Whether this server has several api processes, alive or not."""
         return bool(self._send)
 
+    @property
+    def num_waiting(self) -> int:
+        """Calls that have no answer yet."""
+        return len(self._waiting)
+
     def note_processes(self, processes: Iterable[ProcessFacts]) -> None:
-        """Who is there to be asked: what waits for a dead one would only pile up."""
-        alive = {facts.name for facts in processes if facts.state == "ready"}
-        self.living = frozenset(index for index in self._send if f"api-{index}" in alive)
+        """Who is there to be asked: what is sent to a dead one would only pile up. Who waits for it waits no more."""
+        states = {facts.name: facts.state for facts in processes}
+        self.living = frozenset(index for index in self._send if states.get(f"api-{index}") == "ready")
+        for index, waiter in self._waiting.values():
+            if states.get(f"api-{index}") not in ("ready", "stalled") and not waiter.done():
+                waiter.set_result(None)
 
     async def ask(self, index: int, task: ApiTask, *, patience_s: float = 0.0, **fields: Any) -> ApiReply | None:
         """One process's answer, which may wait for news so long; None when it is not there or does not answer."""
         if index not in self.living:
             return None
         number = next(self._numbers)
-        reply: asyncio.Future[ApiReply] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = reply
+        reply: asyncio.Future[ApiReply | None] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = (index, reply)
         try:
             call = ApiCall(self.index, number, task, self._clock_ns(), patience_s=patience_s, **fields)
             self._send[index](call)
@@ -70,7 +78,7 @@ class Peers:
 
     def take_reply(self, reply: ApiReply) -> None:
         """Hands it to whoever waits; one that comes too late has nobody."""
-        waiter = self._waiting.get(reply.number)
+        _, waiter = self._waiting.get(reply.number, (0, None))
         if waiter is not None and not waiter.done():
             waiter.set_result(reply)
 

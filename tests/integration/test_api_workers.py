@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from nanoserve.config import ApiConfig, ServerConfig
@@ -96,6 +97,31 @@ async def test_a_dropped_stream_goes_on_at_another_process(apis: list[Api]) -> N
     for event_id, status in ((f"{last_id.rpartition(':')[0]}:999", 410), ("stream-1-x:1", 404), ("stream-7-x:1", 404)):
         got, answer = await apis[0].post(COMPLETIONS, body, Last_Event_ID=event_id)
         assert (got, answer["error"]["code"]) == (status, status)
+
+
+async def test_whoever_follows_a_stream_of_a_process_that_dies_hears_of_it_at_once(apis: list[Api]) -> None:
+    """And not after the patience of ten seconds for the next event: the client can begin anew."""
+    ring = apis[0].ring
+    ring.script = lambda add: ring.token(add.request_id, "abc")
+    body = {"prompt": "x", "max_tokens": 50, "stream": True}
+    response = await apis[1].http.post(apis[1].url + COMPLETIONS, json=body)
+    last_id = (await EventReader(response).next()).id or ""
+    response.close()
+    response = await apis[0].http.get(apis[0].url + "/any", headers={"Last-Event-ID": last_id})
+    assert response.status == 200
+    reading = asyncio.create_task(response.read())
+    while not apis[0].process.context.peers.num_waiting:
+        await asyncio.sleep(0.01)
+    for state, waits in (("stalled", True), ("dead", False)):
+        processes = [ProcessFacts(f"api-{i}", 1, 1, state if i == 1 else "ready") for i in range(3)]
+        apis[0].ring.status(stage="ready", processes=processes)
+        while apis[0].process.context.peers.living != {2}:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert bool(apis[0].process.context.peers.num_waiting) == waits
+    with pytest.raises(aiohttp.ClientPayloadError):  # cut, without the end of a whole answer
+        await reading
+    ring.finish(ring.added[-1].request_id)
 
 
 async def test_a_key_cannot_read_the_stream_of_another_one_elsewhere(tmp_path: Path) -> None:
