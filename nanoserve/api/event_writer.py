@@ -83,7 +83,7 @@ class EventWriter:
                 num_sent = os.write(self._descriptor, data)
             except BlockingIOError:
                 num_sent = 0
-            except ConnectionError as error:
+            except OSError as error:  # reset, timed out, unreachable: the network's words for the same
                 raise ConnectionResetError("the client has gone") from error
             if num_sent == len(data):
                 return True

@@ -143,13 +143,14 @@ async def test_connections_are_bounded() -> None:
 
 
 @pytest.mark.rule(72)
-async def test_http_1_0_stream_is_not_chunked_and_ends_by_close(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", ["", "Connection: keep-alive\r\n"])  # nothing else can end such a body
+async def test_http_1_0_stream_is_not_chunked_and_ends_by_close(tmp_path: Path, asked: str) -> None:
     async with loaded_api(tmp_path) as api:
         body = json.dumps({"prompt": "x", "max_tokens": 2, "stream": True}).encode()
-        head = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        answer = await raw(api, head % len(body) + body)
-        head, _, data = answer.partition(b"\r\n\r\n")
-        assert b"chunked" not in head.lower()
+        head = f"POST {COMPLETIONS} HTTP/1.0\r\nContent-Type: application/json\r\n{asked}"
+        answer = await raw(api, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        headers, _, data = answer.partition(b"\r\n\r\n")
+        assert b"chunked" not in headers.lower() and b"keep-alive" not in headers.lower()
         assert read_stream(data, chat=False).choices[0].text == "aa"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import sys
 from types import FrameType, SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nanoserve.api import event_writer
 from nanoserve.api.engine_client import EngineClient, NewRequest
 from nanoserve.api.event_writer import EventWriter
 from nanoserve.api.stream import Outlet, RequestStream
@@ -157,6 +159,20 @@ async def test_bytes_stay_in_order_between_the_socket_and_its_transport() -> Non
     reader_writer.close()
     transport.close()
     await reader_writer.wait_closed()
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EPIPE, errno.ECONNRESET])
+def test_whatever_the_network_says_is_a_client_that_has_gone(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was unplugged is no fault of this server's: Python has classes of their own for these errors."""
+
+    def fail(descriptor: int, data: bytes) -> int:
+        raise OSError(number, "as the network says")
+
+    monkeypatch.setattr(event_writer.os, "write", fail)
+    writer, transport, stops = make_writer()
+    writer._descriptor = 0
+    writer.send_text("a")
+    assert isinstance(stops[0], ConnectionResetError) and transport.data == b""
 
 
 async def test_a_client_that_has_gone_stops_its_writer() -> None:
