@@ -2,8 +2,9 @@
 
 Owner: the engine process. Before a step the ids that would be to blame for a crash are written to a file that outlives
 the process. The next life reads it: every id in it has one strike more. Requests with a strike are let in one at a
-time, each when the one before has lived through a step; one with two strikes is refused. Ids that have lived through
-the last step are only blamed when there is no newcomer beside them, so a neighbour collects at most one strike.
+time, each when the one before has lived through a step; one with two strikes is refused, and with it those with a
+strike and the same prompt: the choices of one answer crash alike. Ids that have lived through the last step are only
+blamed when there is no newcomer beside them, so a neighbour collects at most one strike.
 The supervisor removes the file when the process was killed from outside: that is nobody's fault.
 """
 
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 
 MAX_STRIKES = 2
 _TRIAL_TURNS = 100  # a request on trial that never comes to a step (refused, ended) blocks the next for so long
+_TURN_MS = 10  # at most, while anybody waits for a trial
 _LENGTH_BYTES = 4
 
 
@@ -76,6 +78,11 @@ class Suspects:
         self._held: deque[AddRequest] = deque()
         self._on_trial: int | None = None
         self._trial_turns = 0
+        self._refused_prompts: set[int] = set()  # hashes
+
+    @property
+    def has_held(self) -> bool:
+        return bool(self._held)
 
     @property
     def can_release(self) -> bool:
@@ -83,9 +90,16 @@ class Suspects:
 
     def refusal(self, message: AddRequest) -> RequestError | None:
         """The error of a request that is not tried again; None for all others."""
-        if self._strikes.get(message.request_id, 0) < MAX_STRIKES:
+        num_strikes, prompt = self._strikes.get(message.request_id, 0), hash(message.prompt_token_ids)
+        if num_strikes >= MAX_STRIKES:
+            self._refused_prompts.add(prompt)
+        elif not num_strikes or prompt not in self._refused_prompts:
             return None
-        text = f"This request was running in {MAX_STRIKES} crashes of the engine and is not tried again."
+        if self._on_trial == message.request_id:
+            self._on_trial = None
+        text = (
+            f"This request, or one like it, was running in {MAX_STRIKES} crashes of the engine and is not tried again."
+        )
         return RequestError(text, status=500, error_type="server_error", code="engine_crashed")
 
     def order(self, messages: Sequence[EngineInbox]) -> list[EngineInbox]:
@@ -150,7 +164,9 @@ class SuspectInbox:
         return self._inbox.dropped
 
     def wait(self, timeout_ms: int) -> bool:
-        return self._suspects.can_release or self._inbox.wait(timeout_ms)
+        if self._suspects.can_release:
+            return True
+        return self._inbox.wait(min(timeout_ms, _TURN_MS) if self._suspects.has_held else timeout_ms)
 
     def drain(self) -> list[EngineInbox]:
         return self._suspects.order(self._inbox.drain())

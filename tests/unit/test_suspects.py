@@ -7,19 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.engine.suspects import StepRecord, Suspects
+from nanoserve.engine.suspects import StepRecord, SuspectInbox, Suspects
+from nanoserve.ipc.columns import pack_ids
 from nanoserve.ipc.messages import AbortCause, AbortRequest, AddRequest, EngineInbox, SamplingParams
 
 
-def add(request_id: int) -> AddRequest:
-    return AddRequest(request_id, b"", SamplingParams(), b"")
+def add(request_id: int, prompt: int | None = None) -> AddRequest:
+    """With a prompt of its own unless one is given."""
+    return AddRequest(request_id, pack_ids([request_id if prompt is None else prompt]), SamplingParams(), b"")
 
 
 class Engine:
     """Lives of a pretend engine: every request that is let in is in every step until it ends."""
 
-    def __init__(self, directory: Path, poison: set[int]) -> None:
+    def __init__(self, directory: Path, poison: set[int], prompts: dict[int, int] | None = None) -> None:
         self._directory = directory
+        self._prompts = prompts or {}
         self._poison = poison
         self.refused: list[int] = []
         self.crashes = 0
@@ -30,7 +33,7 @@ class Engine:
         self.running = []
         record = StepRecord(self._directory / "step")
         suspects = Suspects(record, self._directory / "strikes")
-        waiting: list[EngineInbox] = [add(request_id) for request_id in request_ids]
+        waiting: list[EngineInbox] = [add(request_id, self._prompts.get(request_id)) for request_id in request_ids]
         try:
             for _ in range(steps):
                 for message in suspects.order(waiting):
@@ -61,6 +64,44 @@ def test_only_the_poisoned_requests_end(tmp_path: Path, poison: set[int]) -> Non
     assert set(engine.refused) == poison
     assert sorted(engine.running) == [request_id for request_id in range(1, 9) if request_id not in poison]
     assert engine.crashes <= 1 + len(poison)
+
+
+def test_the_choices_of_one_poisoned_request_cost_two_crashes_together(tmp_path: Path) -> None:
+    """The same prompt eight times: tried one by one they would use up the restarts of the whole server."""
+    poison = set(range(3, 11))
+    engine = Engine(tmp_path, poison, prompts=dict.fromkeys(poison, 7))
+    left = list(range(1, 13))
+    while not engine.live(left, steps=20):
+        left = [request_id for request_id in left if request_id not in engine.refused]
+    assert engine.crashes == 2
+    assert set(engine.refused) == poison and sorted(engine.running) == [1, 2, 11, 12]
+
+
+def test_a_trial_that_is_refused_holds_up_nobody(tmp_path: Path) -> None:
+    """Nor is an engine that has nothing else to do asleep while others wait for their trial."""
+    engine = Engine(tmp_path, {1})
+    engine.live([1, 2, 3])
+    engine.live([1, 2, 3])
+    record = StepRecord(tmp_path / "step")
+    suspects = Suspects(record, tmp_path / "strikes")
+    (refused, tried) = suspects.order([add(1), add(2, 1), add(3)])
+    assert suspects.refusal(refused) is not None  # type: ignore[arg-type]
+    assert suspects.refusal(tried) is not None  # type: ignore[arg-type]
+    assert suspects.order([]) == [add(3)]
+
+    class Inbox:
+        waited_ms = -1
+
+        def wait(self, timeout_ms: int) -> bool:
+            self.waited_ms = timeout_ms
+            return False
+
+    inbox = Inbox()
+    held = Suspects(record, tmp_path / "strikes")
+    held.order([add(2), add(3)])
+    SuspectInbox(inbox, held).wait(1000)  # type: ignore[arg-type]
+    assert inbox.waited_ms == 10
+    record.close()
 
 
 def test_without_a_crash_nothing_is_held_back(tmp_path: Path) -> None:
