@@ -115,8 +115,9 @@ class SchedulerConfig:
     )  # fmt: skip
     prefix_cache: bool = option(True, "reuse the KV blocks of equal prompt beginnings")
     speculative_num_tokens: int = option(
-        0, "most tokens that a step drafts for one answer, from what followed in earlier text; answers stay the same; "
-        "0: off", aliases=("num-speculative-tokens", "speculative-num-draft-tokens"),
+        -1, "most tokens that a step drafts for one answer, from what followed in earlier text, while at most three "
+        "stream and drafts prove right; answers stay the same; 0: off; -1: 4 on a CPU, else off",
+        aliases=("num-speculative-tokens", "speculative-num-draft-tokens"),
     )  # fmt: skip
     speculative_ngram_min: int = option(
         3, "tokens that must have stood before, so that what followed them is drafted", aliases=("prompt-lookup-min",)
@@ -207,6 +208,10 @@ class ObsConfig:
     )
     log_level: str = option(
         "info", "least important line that is written", choices=("debug", "info", "warning", "error")
+    )
+    log_requests: bool = option(False, "one line of log for each request that ends: ids, sizes, times; never texts")
+    log_requests_level: str = option(
+        "0", "what such a line tells; 0: ids, sizes and times; 1: sampling parameters too", choices=("0", "1")
     )
     stats_interval: float = option(10.0, "seconds between the status lines of a busy process; 0: none")
     watchdog_soft: float = option(30.0, "seconds without progress before all stacks go to the watchdog log; 0: off")

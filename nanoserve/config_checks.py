@@ -52,7 +52,7 @@ def _check_ranges(config: ServerConfig) -> None:
         ("max_num_seqs", config.scheduler.max_num_seqs, 1),
         ("prompt_tokens_per_stream", config.scheduler.prompt_tokens_per_stream, 0),
         ("max_num_queued", config.scheduler.max_num_queued, 0),
-        ("speculative_num_tokens", config.scheduler.speculative_num_tokens, 0),
+        ("speculative_num_tokens", config.scheduler.speculative_num_tokens, -1),
         ("speculative_ngram_min", config.scheduler.speculative_ngram_min, 1),
         ("block_size", config.cache.block_size, 1),
         ("kv_cache_memory", config.cache.kv_cache_memory, 0),

@@ -95,7 +95,7 @@ def run_case(name: str, engines: dict[str, LLM], streams: int, max_tokens: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--drafts", type=int, default=6, help="--speculative-num-tokens")
+    parser.add_argument("--drafts", type=int, default=4, help="--speculative-num-tokens")
     parser.add_argument("--ngram-min", type=int, default=3, help="--speculative-ngram-min")
     parser.add_argument("--threads", type=int, default=0, help="--engine-threads")
     parser.add_argument("--quantization", default="auto")
@@ -109,7 +109,7 @@ def main() -> None:
     args = parser.parse_args()
     clock = time.thread_time if args.cpu_time else time.perf_counter
     common = {"engine_threads": args.threads, "quantization": args.quantization, "max_model_len": 2048}
-    plain = LLM(args.model, **common)
+    plain = LLM(args.model, speculative_num_tokens=0, **common)
     drafts = LLM(args.model, speculative_num_tokens=args.drafts, speculative_ngram_min=args.ngram_min, **common)
     for streams in args.streams:
         for name in args.case:

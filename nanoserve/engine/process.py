@@ -32,6 +32,7 @@ HEARTBEAT_NS = 1_000_000_000
 # first step with a new shape may compile or fault memory in.
 STEP_LIMIT_S = 10.0
 TOKEN_LIMIT_S = 0.05
+CPU_DRAFT_TOKENS = 4
 CPU_PROMPT_TOKENS_PER_STREAM = 2
 KNOWN_STEPS = 16
 SLOWER = 4.0  # times the slowest of those that are known
@@ -166,6 +167,7 @@ def load_executor(
 
 
 def scheduler_limits(config: SchedulerConfig, facts: EngineFacts) -> SchedulerLimits:
+    drafts = config.speculative_num_tokens
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -177,7 +179,7 @@ def scheduler_limits(config: SchedulerConfig, facts: EngineFacts) -> SchedulerLi
         policy=config.scheduling_policy,
         prefix_cache=config.prefix_cache,
         prompt_tokens_per_stream=config.prompt_tokens_per_stream or _prompt_tokens_per_stream(facts),
-        num_draft_tokens=config.speculative_num_tokens,
+        num_draft_tokens=_num_draft_tokens(facts) if drafts < 0 else drafts,
         shortest_match=config.speculative_ngram_min,
     )
 
@@ -185,3 +187,8 @@ def scheduler_limits(config: SchedulerConfig, facts: EngineFacts) -> SchedulerLi
 def _prompt_tokens_per_stream(facts: EngineFacts) -> int:
     """On a CPU a token more takes a step longer from the first on; a GPU computes hundreds for little more than one."""
     return CPU_PROMPT_TOKENS_PER_STREAM if facts.device == "cpu" else 0
+
+
+def _num_draft_tokens(facts: EngineFacts) -> int:
+    """Where a row's logits depend on its company, drafts could change an answer: nobody gets them unasked."""
+    return CPU_DRAFT_TOKENS if facts.device == "cpu" and facts.batch_invariant else 0

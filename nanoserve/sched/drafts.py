@@ -4,11 +4,13 @@ Owned by the scheduler. A draft is a guess of a token to come; the executor comp
 keeps those that it would have drawn itself (`sched.plan.PlanRow`). So drafts change when tokens come, never which.
 
 A draft costs a token's share of the step and saves, where it is right, a whole step of its request. Drafts come last in
-a step: they take no token, block or seat that a prompt or another stream could use, and preempt nobody.
+a step: they take no token, block or seat that a prompt or another stream could use, and preempt nobody. And a request
+has to earn them: first its drafts are only compared with what comes, which costs nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 
@@ -20,11 +22,13 @@ from nanoserve.sched.request import Request
 # What a step costs before its first token, in tokens: reading the weights, against the arithmetic of one more token.
 # Measured with bench.steps on two cores; a GPU's is larger, so there this drafts too little rather than too much.
 STEP_COST_TOKENS = 6
+# A draft has to be right so many times as often as would just pay: its cost is certain, its use is not, and tokens that
+# come in lumps are a cost too. With it, three streams are the most that get drafts beside a step cost of 6.
+MARGIN = 2.5
 # Before anything is known, a draft is expected right this often, as if that had been seen in so many tries.
-PRIOR_RATE = 0.6
+PRIOR_RATE = 0.25
 PRIOR_TRIES = 2.0
-DECAY = 0.9  # of what is known, with each row of drafts that was tried
-FORGET = 0.99  # the same, with each step in which a draft seemed not worth its cost: so it is tried again
+DECAY = 0.9  # of what is known, with each try
 
 
 @dataclass(slots=True)
@@ -34,6 +38,7 @@ class Drafting:
     index: NgramIndex
     num_right: float = 0.0
     num_tried: float = 0.0
+    guess: tuple[int, int] | None = None  # a draft that was not computed: its position in the text, and its id
 
     @property
     def rate(self) -> float:
@@ -45,9 +50,12 @@ class Drafting:
         self.num_right = DECAY * self.num_right + num_accepted
         self.num_tried = DECAY * self.num_tried + min(num_accepted + 1, num_drafts)
 
-    def forget(self) -> None:
-        self.num_right *= FORGET
-        self.num_tried *= FORGET
+    def check_guess(self, token_ids: Sequence[int]) -> None:
+        """Learns from the draft that was not computed, now that its place in the text is taken."""
+        if self.guess is not None and self.guess[0] < len(token_ids):
+            position, token_id = self.guess
+            self.learn(1, int(token_ids[position] == token_id))
+            self.guess = None
 
 
 class Drafter:
@@ -68,9 +76,9 @@ class Drafter:
         num_tokens = sum(row.num_tokens for row in rows)
         budget = max_num_tokens - num_tokens
         # A right draft is worth a row's share of the step, and costs one token. Worth it from this probability on:
-        threshold = len(rows) / (STEP_COST_TOKENS + num_tokens)
+        threshold = MARGIN * len(rows) / (STEP_COST_TOKENS + num_tokens)
         for row in rows:
-            if budget <= 0:
+            if budget <= 0 or threshold >= 1.0:
                 break
             if row.samples and row.num_tokens == 1:
                 budget -= self._draft(running[row.request_id], row, tables, budget, threshold, len(running))
@@ -80,16 +88,17 @@ class Drafter:
     ) -> int:
         if request.drafting is None:
             request.drafting = Drafting(NgramIndex(self._shortest_match))
+        drafting = request.drafting
+        drafting.check_guess(request.token_ids)
         # The token after the last draft is drawn too, and must be one that the request may still have.
         wanted = min(self._num_draft_tokens, request.max_output_tokens - request.num_output_tokens - 1, budget)
-        drafts = request.drafting.index.propose(request.token_ids, wanted)
+        drafts = drafting.index.propose(request.token_ids, wanted)
         if not drafts:
             return 0
-        worth = int(log(threshold) / log(request.drafting.rate))  # rate ** worth >= threshold
-        if worth == 0:
-            request.drafting.forget()
+        worth = int(log(threshold) / log(drafting.rate))  # rate ** worth >= threshold
         count = min(len(drafts), worth, tables.room_for(request, 1 + len(drafts), num_spare) - 1)
         if count <= 0:
+            drafting.guess = len(request.token_ids), drafts[0]
             return 0
         new_block_ids = tables.grow(request, 1 + count)
         assert new_block_ids is not None, "there was room"

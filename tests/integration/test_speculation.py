@@ -17,6 +17,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.bench.texts import ALICE
 from nanoserve.ipc.messages import EngineFacts
 from nanoserve.runner.model_runner import ModelRunner
+from nanoserve.sched import drafts
 from nanoserve.sched.drafts import Drafting
 from nanoserve.sched.ngram import NgramIndex
 from nanoserve.sched.request import StepOutput
@@ -109,6 +110,13 @@ def told(output: StepOutput, request_id: int) -> tuple[list[int], list[Any], lis
     return [token for row in rows for token in row.token_ids], scores, prompt
 
 
+@pytest.fixture(autouse=True)
+def drafts_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that many are computed, wrong ones too and beside many streams: what they may change is the subject here."""
+    monkeypatch.setattr(drafts, "MARGIN", 0.5)
+    monkeypatch.setattr(drafts, "PRIOR_RATE", 0.6)
+
+
 @pytest.mark.parametrize("num_draft_tokens", [1, 4])
 @pytest.mark.parametrize("name", SAMPLING)
 def test_answers_equal_those_without_drafts(
@@ -169,7 +177,7 @@ def test_storms_with_drafts(runner: tuple[ModelRunner, EngineFacts], backend: st
         hits += scenario.scheduler.counters.prefix_hit_tokens > 0
         right += scenario.scheduler.drafter.num_right
         wrong += scenario.scheduler.drafter.num_drafts - scenario.scheduler.drafter.num_right
-    assert preemptions >= 2
+    assert preemptions >= 1
     assert hits >= 2
     assert min(right, wrong) > 0, f"{right} drafts were right, {wrong} wrong"
 

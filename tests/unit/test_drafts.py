@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from nanoserve.config import SchedulerConfig
+from nanoserve.engine.process import scheduler_limits
 from nanoserve.ipc.columns import unpack_ids
-from nanoserve.ipc.messages import EngineStats
+from nanoserve.ipc.messages import EngineFacts, EngineStats
 from nanoserve.runner.sim import SimExecutor
 from nanoserve.sched.drafts import Drafting
 from nanoserve.sched.ngram import NgramIndex
@@ -139,19 +141,56 @@ def test_drafts_take_no_block_that_a_stream_may_need_and_preempt_nobody() -> Non
     assert scheduler.counters.preemptions == 1, "only for the streams' own tokens"
 
 
-def test_wrong_drafts_become_fewer_and_are_tried_again_later() -> None:
-    """Eight streams: a draft must be right more than every second time to pay."""
-    scheduler, executor = make_scheduler(num_draft_tokens=4), FakeExecutor(4)
-    for request_id in range(1, 9):
-        request = make_request(request_id, prompt=[request_id], max_tokens=150)
-        request.drafting = Drafting(FixedIndex([1, 1, 1, 1]))  # wrong, but for accidents
-        assert scheduler.add(request, 0) is None
-    drafts = []
-    for _ in range(140):
+def num_drafts(scheduler: Scheduler, num_steps: int, executor: FakeExecutor) -> list[int]:
+    """Drafts that each of the next steps computes."""
+    counts = []
+    for _ in range(num_steps):
         run_step(scheduler, executor)
-        drafts.append(sum(len(row.draft_token_ids) for row in executor.plans[-1].rows) / 8)
-    assert sum(drafts[:5]) >= 1, "new requests are given a try"
-    assert 0 < sum(drafts[40:]) < 0.1 * 100, "less than one in ten steps tries again"
+        counts.append(sum(len(row.draft_token_ids) for row in executor.plans[-1].rows))
+    return counts
+
+
+def test_drafts_are_compared_before_any_is_computed() -> None:
+    known = [5, 6, 7, *answer(max_tokens=40)]
+    scheduler, request = make_scheduler(num_draft_tokens=4), make_request(1, max_tokens=40)
+    request.drafting = Drafting(KnownIndex(known))
+    scheduler.add(request, 0)
+    counts = num_drafts(scheduler, 8, FakeExecutor(4))
+    assert counts[:2] == [0, 0], "the prompt, and a step whose draft was a guess only"
+    assert counts[2] > 0 and counts[6] == 4
+    assert request.token_ids == known[: len(request.token_ids)]
+
+
+def test_drafts_that_would_be_wrong_are_never_computed() -> None:
+    scheduler, request = make_scheduler(num_draft_tokens=4), make_request(1, max_tokens=150)
+    never = 10**6  # no token of the fake's
+    request.drafting = Drafting(FixedIndex([never] * 4))
+    scheduler.add(request, 0)
+    assert sum(num_drafts(scheduler, 140, FakeExecutor(4))) == 0 and request.drafting.num_tried > 5
+
+
+def test_drafts_that_become_wrong_stop_and_come_back_once_right() -> None:
+    known = [5, 6, 7, *answer(max_tokens=200)]
+    scheduler, request = make_scheduler(num_draft_tokens=4), make_request(1, max_tokens=200)
+    index = KnownIndex(known)
+    request.drafting = Drafting(index)
+    scheduler.add(request, 0)
+    executor = FakeExecutor(4)
+    assert sum(num_drafts(scheduler, 8, executor)) > 0
+    index._text = [10**6] * 300
+    wrong = num_drafts(scheduler, 40, executor)
+    assert sum(wrong) < 40 and sum(wrong[20:]) == 0
+    index._text = known
+    assert sum(num_drafts(scheduler, 12, executor)) > 0
+
+
+@pytest.mark.parametrize(("num_streams", "drafted"), [(1, True), (3, True), (4, False), (9, False)])
+def test_only_few_streams_get_drafts(num_streams: int, drafted: bool) -> None:
+    """A step of many rows costs all of them more, and a right draft saves one row's share."""
+    scheduler = make_scheduler(num_draft_tokens=4)
+    for request_id in range(1, num_streams + 1):
+        add(scheduler, request_id, FixedIndex([1] * 9), prompt=[request_id], max_tokens=20)
+    assert (sum(num_drafts(scheduler, 3, FakeExecutor(4))) > 0) is drafted
 
 
 def test_without_speculation_no_index_is_kept() -> None:
@@ -191,3 +230,21 @@ def test_the_sim_model_says_the_same_and_the_stats_tell_of_drafts(output: str) -
     assert (before.draft_tokens, before.accepted_draft_tokens) == (0, 0)
     assert stats.draft_tokens >= stats.accepted_draft_tokens > 0
     assert stats.steps < before.steps
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "batch_invariant", "drafts"),
+    [
+        (-1, "cpu", True, 4),
+        (-1, "cpu", False, 0),
+        (-1, "cuda:0", False, 0),
+        (-1, "sim", True, 0),
+        (0, "cpu", True, 0),
+        (7, "cuda:0", False, 7),
+    ],
+)
+def test_unasked_only_a_cpu_drafts_and_only_where_company_changes_nothing(
+    asked: int, device: str, batch_invariant: bool, drafts: int
+) -> None:
+    facts = EngineFacts(100, 100, 10, 16, device=device, batch_invariant=batch_invariant)
+    assert scheduler_limits(SchedulerConfig(speculative_num_tokens=asked), facts).num_draft_tokens == drafts

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanoserve.sched import drafts
 from tests.factories import EOS
 from tests.fakes import FakeExecutor
 from tests.storms import Ask, Scenario, storm
@@ -104,8 +105,10 @@ def test_storms_with_equal_prompts_and_little_memory() -> None:
     assert hits > NUM_STORMS / 4, "these storms do not test the prefix cache"
 
 
-def test_storms_with_drafts_say_the_same_in_fewer_steps() -> None:
+def test_storms_with_drafts_say_the_same_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts that repeat after a while, so that drafts are right and then wrong, in little memory."""
+    monkeypatch.setattr(drafts, "MARGIN", 0.5)  # so that wrong ones are computed too, and beside many streams
+    monkeypatch.setattr(drafts, "PRIOR_RATE", 0.6)
     preemptions = hits = accepted = rejected = 0
     for seed in range(NUM_STORMS):
         random = Random(seed)
