@@ -167,6 +167,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/loads", control.loads),
     ("GET", "/model_info", control.model_info),
     ("GET", "/get_model_info", control.model_info),
+    ("POST", "/configure_logging", control.configure_logging),
     ("GET", "/v1/models", ops.list_models),
     ("GET", "/v1/models/{name:.+}", ops.get_model),
     ("GET", "/health", ops.health),

@@ -20,6 +20,7 @@ from nanoserve.api.lifecycle import Lifecycle
 from nanoserve.api.metrics import Metrics
 from nanoserve.api.pacing import Pacer
 from nanoserve.api.peers import Peers
+from nanoserve.api.request_log import RequestLog
 from nanoserve.api.resume import Resumes
 from nanoserve.api.stream import PumpQueue
 from nanoserve.api.validation import Checker
@@ -37,6 +38,7 @@ class ApiContext:
     access: Access
     peers: Peers
     bodies: BodyBudget
+    request_log: RequestLog
     seeds: random.Random
     clock_s: Callable[[], float] = field(default=time.monotonic)
     failures: FailureLog = field(default_factory=FailureLog)
@@ -99,6 +101,7 @@ def build_context(config: ServerConfig, client: EngineClient, metrics: Metrics, 
         pacer=Pacer(),
         access=Access(config.api),
         bodies=BodyBudget(config.api.max_bodies_bytes),
+        request_log=RequestLog(is_on=config.obs.log_requests, level=int(config.obs.log_requests_level)),
         peers=peers,
         seeds=random.Random(seed) if seed else random.SystemRandom(),
     )

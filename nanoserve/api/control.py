@@ -1,4 +1,4 @@
-"""Paths that look into the ring or act on it: render, generate-health, loads, abort, flush, pause.
+"""Paths that look into the ring or act on it: render, generate-health, loads, abort, flush, pause, logging.
 
 Owner process: api. Paths that change something are in `access.ADMIN_PATHS`.
 """
@@ -13,15 +13,21 @@ from aiohttp import web
 from nanoserve.api.chat import encode_chat
 from nanoserve.api.context import CONTEXT
 from nanoserve.api.errors import Unavailable
-from nanoserve.api.http import json_response, read_json, warning_headers
+from nanoserve.api.http import json_response, read_body, read_json, warning_headers
 from nanoserve.api.probe import one_token_round
-from nanoserve.api.schemas import AbortBody, BodyDecoder, ChatBody, PauseBody
+from nanoserve.api.request_log import MAX_LEVEL
+from nanoserve.api.schemas import AbortBody, BodyDecoder, ChatBody, LoggingBody, PauseBody
 from nanoserve.errors import RequestError
-from nanoserve.ipc.messages import ApiTask, FlushCache, Pause
+from nanoserve.ipc.messages import ApiTask, FlushCache, LogChoice, Pause
 
 _CHAT = BodyDecoder(ChatBody)
 _PAUSE = BodyDecoder(PauseBody, unsupported={})
 _ABORT = BodyDecoder(AbortBody, unsupported={})
+_LOGGING = BodyDecoder(  # another server's fields for keeping whole requests: texts are nothing that we write
+    LoggingBody,
+    unsupported=dict.fromkeys(("dump_requests_folder", "dump_requests_threshold", "log_requests_format"), ()),
+)
+_LOG_LEVELS = ("debug", "info", "warning", "error")
 _GENERATE_LIMIT_S = 20.0
 _FLUSH_LIMIT_S = 20.0  # the engine looks at its messages between steps, and one with a long prompt takes its time
 
@@ -134,3 +140,22 @@ async def _set_paused(request: web.Request, paused: bool) -> web.Response:
         raise RequestError("`mode` must be in_place: requests are neither ended nor sent back.", param="mode")
     context.client.tell(Pause(paused))
     return json_response({"status": "ok", "paused": paused}, headers=warning_headers(decoded.unknown_keys))
+
+
+async def configure_logging(request: web.Request) -> web.Response:
+    """Changes what the api processes log, all of them, until they restart. Unknown fields are refused."""
+    context = request.app[CONTEXT]
+    body = _LOGGING.decode(await read_body(request), strict=True).body
+    if body.log_requests_level is not None and not 0 <= body.log_requests_level <= MAX_LEVEL:
+        words = f"`log_requests_level` must be in [0, {MAX_LEVEL}]: prompts and answers are never logged."
+        raise RequestError(words, param="log_requests_level")
+    if body.log_level is not None and body.log_level not in _LOG_LEVELS:
+        raise RequestError(f"`log_level` must be one of {', '.join(_LOG_LEVELS)}.", param="log_level")
+    choice = LogChoice(body.log_requests, body.log_requests_level, body.log_level or "")
+    context.request_log.choose(choice)
+    _, silent = await context.peers.ask_all(ApiTask.LOGGING, logging=choice)
+    if silent:
+        words = f"{', '.join(silent)} did not answer and may log as before."
+        raise Unavailable(words, retry_after_s=1.0, code="unavailable")
+    log = context.request_log
+    return json_response({"status": "ok", "log_requests": log.is_on, "log_requests_level": log.level})

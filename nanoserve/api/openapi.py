@@ -21,6 +21,7 @@ from nanoserve.api.schemas import (
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
+    LoggingBody,
     PauseBody,
     TokenizeBody,
 )
@@ -46,6 +47,7 @@ _POSTS: dict[str, tuple[type[msgspec.Struct], str, bool]] = {  # path: body, sum
     "/detokenize": (DetokenizeBody, "Ids to text.", False),
     "/pause_generation": (PauseBody, "Compute nothing until told to go on.", False),
     "/continue_generation": (PauseBody, "Go on after a pause.", False),
+    "/configure_logging": (LoggingBody, "Change what the api processes log.", False),
     "/abort_request": (AbortBody, "End requests by the id their clients gave.", False),
 }
 _GETS = {

@@ -1,4 +1,4 @@
-"""What this api process answers when another one asks: its counts, the end of requests, events of a stream.
+"""What this api process answers when another one asks: its counts, the end of requests, events of a stream, its log.
 
 Owner process: api. `process` hands the calls over; the asking side is in `ops`, `control` and `remote_resume`.
 """
@@ -19,6 +19,10 @@ async def answer(context: ApiContext, call: ApiCall) -> ApiReply:
         case ApiTask.ABORT:
             ended = context.pacer.abort(None if call.labels is None else set(call.labels))
             return ApiReply(answerer=index, number=call.number, aborted=sorted(ended))
+        case ApiTask.LOGGING:
+            if call.logging is not None:
+                context.request_log.choose(call.logging)
+            return ApiReply(answerer=index, number=call.number)
         case ApiTask.EVENTS:
             if context.resumes is None:
                 raise http_error(404, "There is no such stream to resume.")

@@ -109,6 +109,7 @@ async def _exchange(
     finally:
         context.pacer.remove(exchange)
         context.client.abort(streams, AbortCause.CLIENT_GONE)  # only those that still live: the client has gone
+        context.request_log.note(exchange.label, job.label, request.path, streams, exchange.seconds)
         context.admission.leave(num_requests, share_key)
 
 
@@ -150,7 +151,7 @@ class Exchange:
         self._outlet = outlet
         self._streams = streams
         self._num_ended = 0
-        self._label = label
+        self.label = label
         self.labels = {job.label, label} - {""}
         self._began_s = context.clock_s()
         self._silent_since_s = 0.0  # a comment is due
@@ -159,6 +160,11 @@ class Exchange:
         self._writer: Writer | None = None  # of a stream that has begun
         self._signal: asyncio.Future[None] | None = None  # ends the wait of `stream`: all is said, or nobody reads
         self._is_over = False
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return self._context.clock_s() - self._began_s
+
 
     async def unary(self) -> web.Response:
         choices = {stream.request_id: Choice(stream) for stream in self._streams}
@@ -255,7 +261,7 @@ class Exchange:
         for stream, piece in pieces:
             if (error := _failure_of(piece, self._context)) is not None:
                 self._is_over = True
-                self._context.failures.note(self._label, error, self._context.clock_s())
+                self._context.failures.note(self.label, error, self._context.clock_s())
                 return b"".join(parts) + form.failed(error)
             parts.append(form.frames(stream, piece))
         if self._num_ended == len(self._streams):

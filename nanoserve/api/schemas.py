@@ -133,6 +133,14 @@ class PauseBody(msgspec.Struct, kw_only=True):
     mode: str | None = None
 
 
+class LoggingBody(msgspec.Struct, kw_only=True):
+    """POST /configure_logging; what is not given stays as it is."""
+
+    log_requests: bool | None = None
+    log_requests_level: int | None = None
+    log_level: str | None = None
+
+
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """POST /tokenize: a text, or messages that go through the chat template."""
 

@@ -381,6 +381,15 @@ class ApiTask(IntEnum):
     COUNTS = 0  # what this process counts, for /metrics and /server_info
     ABORT = 1  # end the requests with these labels
     EVENTS = 2  # what came after an event of a resumable stream
+    LOGGING = 3  # write other lines of log from now on
+
+
+class LogChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What api processes write into their logs; what is not given stays as it is."""
+
+    log_requests: bool | None = None
+    log_requests_level: int | None = None
+    log_level: str = ""
 
 
 class ApiCall(msgspec.Struct, frozen=True, array_like=True, tag=13, gc=False):
@@ -394,6 +403,7 @@ class ApiCall(msgspec.Struct, frozen=True, array_like=True, tag=13, gc=False):
     event_id: str = ""  # EVENTS
     owner: str = ""  # EVENTS: the API key of whoever asks
     patience_s: float = 0.0  # EVENTS: how long the answer may wait for news
+    logging: LogChoice | None = None  # LOGGING
 
 
 class MetricSamples(msgspec.Struct, frozen=True, array_like=True, gc=False):

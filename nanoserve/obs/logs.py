@@ -116,8 +116,13 @@ def setup_logging(process: str, directory: Path, level: str, *, child: bool) -> 
         handler.setFormatter(LineFormatter(process))
         root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    logging.getLogger("nanoserve").setLevel(level.upper())
+    set_level(level)
     logging.captureWarnings(True)
+
+
+def set_level(level: str) -> None:
+    """The least important line of ours that is written from now on: debug, info, warning or error."""
+    logging.getLogger("nanoserve").setLevel(level.upper())
 
 
 def last_lines(path: Path, count: int = 20) -> list[str]:

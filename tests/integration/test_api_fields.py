@@ -149,3 +149,35 @@ async def test_a_full_queue_does_not_make_the_ring_look_broken(api: Api) -> None
     assert (await api.post(COMPLETIONS, {"prompt": "x"}))[0] == 503
     async with asyncio.timeout(5):
         assert (await api.get("/health_generate"))[0] == 200
+
+
+async def test_a_request_is_logged_from_the_moment_it_is_asked_for(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "nanoserve.api.request_log"]
+
+    body = {"prompt": "secret", "max_tokens": 2}
+    await api.post(COMPLETIONS, body)
+    assert lines() == []
+    status, answer = await api.post("/configure_logging", {"log_requests": True})
+    assert (status, answer) == (200, {"status": "ok", "log_requests": True, "log_requests_level": 0})
+    await api.post(COMPLETIONS, body, X_Request_Id="mine")
+    await api.events(CHAT, {"messages": [USER], "max_tokens": 3})
+    first, second = lines()
+    assert first.startswith(f"request mine: {COMPLETIONS}; prompt 6, cached 0, output 2 tokens; ")
+    assert first.endswith("; length") and f"{CHAT}; " in second and "output 3 tokens" in second
+    assert (await api.post("/configure_logging", {"log_requests_level": 1}))[1]["log_requests"] is True
+    await api.post(COMPLETIONS, {**body, "temperature": 0.25, "bad_words": ["secret"]})
+    assert "temperature=0.25" in lines()[-1] and "bad_words=(" in lines()[-1]
+    await api.post("/configure_logging", {"log_requests": False})
+    await api.post(COMPLETIONS, body)
+    assert len(lines()) == 3 and not any("secret" in line for line in lines())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"frobnicate": 1}, {"dump_requests_folder": "/x"}, {"log_requests": 1}, {"log_requests_level": 2},
+     {"log_level": "loud"}],
+)  # fmt: skip
+async def test_what_cannot_be_logged_is_refused_and_changes_nothing(api: Api, body: dict[str, object]) -> None:
+    assert (await api.post("/configure_logging", {"log_requests": True, **body}))[0] == 400
+    assert not api.process.context.request_log.is_on

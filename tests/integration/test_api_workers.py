@@ -54,6 +54,17 @@ async def test_a_request_is_aborted_wherever_it_lives(apis: list[Api]) -> None:
     assert [(await task)[0] for task in waiting[:2]] == [200, 200]
 
 
+async def test_a_change_of_the_log_reaches_every_process(apis: list[Api], monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"log_requests": True, "log_requests_level": 1}
+    assert (await apis[1].post("/configure_logging", body))[0] == 200
+    logs = [api.process.context.request_log for api in apis]
+    assert [(log.is_on, log.level) for log in logs] == [(True, 1)] * 3
+    monkeypatch.setattr(apis[2].process.context.peers, "take_call", lambda call, answer: None)
+    status, answer = await apis[0].post("/configure_logging", {"log_requests": False})
+    assert status == 503 and "api-2" in answer["error"]["message"]
+    assert [log.is_on for log in logs] == [False, False, True]
+
+
 async def test_a_process_that_does_not_answer_is_named(apis: list[Api], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apis[1].process.context.peers, "take_call", lambda call, answer: None)
     status, body = await apis[0].post("/abort_request", {"rid": "job"})
