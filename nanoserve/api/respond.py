@@ -109,8 +109,8 @@ async def _exchange(
     finally:
         context.pacer.remove(exchange)
         context.client.abort(streams, AbortCause.CLIENT_GONE)  # only those that still live: the client has gone
-        context.request_log.note(exchange.label, job.label, request.path, streams, exchange.seconds)
         context.admission.leave(num_requests, share_key)
+        context.request_log.note(exchange.label, job.label, request.path, streams, exchange.seconds)
 
 
 class Writer(Protocol):
@@ -160,11 +160,11 @@ class Exchange:
         self._writer: Writer | None = None  # of a stream that has begun
         self._signal: asyncio.Future[None] | None = None  # ends the wait of `stream`: all is said, or nobody reads
         self._is_over = False
+
     @property
     def seconds(self) -> float:
         """Since it began."""
         return self._context.clock_s() - self._began_s
-
 
     async def unary(self) -> web.Response:
         choices = {stream.request_id: Choice(stream) for stream in self._streams}
