@@ -62,7 +62,11 @@ def measure(url: str, model: str, name: str, rounds: int) -> dict[str, Any]:
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m nanoserve.bench.regress", description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--flags", default="", help="further flags of launch_server, in one string")
+    parser.add_argument(
+        "--flags",
+        default="--speculative-num-tokens 0",  # what drafts gain depends on the text of the round
+        help="further flags of launch_server, in one string",
+    )
     parser.add_argument("--workload", action="append", choices=sorted(WORKLOADS), help="may be repeated; default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tolerance", type=float, default=0.85, help="least share of the last ratio that is no loss")
