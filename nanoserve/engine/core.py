@@ -226,7 +226,8 @@ class EngineCore:
         for end in finished:
             self.ledger.finish(end)
             if self._shares is not None:
-                self._shares.end(end.request_id)
+                num_used = end.num_prompt_tokens + end.num_output_tokens if end.scheduled_ns else 0
+                self._shares.end(end.request_id, num_used)
         self._builder.extend(finished=finished)
 
     # ---- what goes out -----------------------------------------------------------------------------------

@@ -1,12 +1,15 @@
 """Fair shares between API keys: start-time fair queueing (Goyal, Vin, Cheng 1996) over the scheduler's priorities.
 
 Pure; used by `engine.core` with `--scheduling-policy fair`. Each request gets a tag in tokens, and lower tags are
-served first: a key that asks for much gets tags far ahead, one that comes seldom starts at the present. Tags say only
+served first: a key that asks for much gets tags far ahead, one that comes seldom starts at the present. What a request
+asked for and did not use is given back at its end: most chats ask for the whole context and end early. Tags say only
 who goes next, so an idle key saves up nothing and nobody waits while there is room. It lives in the engine because all
 api processes meet there: one clock, one count of places.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from nanoserve.errors import RequestError
 
@@ -28,9 +31,19 @@ class FairClock:
             self._ends = {name: end for name, end in self._ends.items() if end > self._now}
         return start
 
+    def give_back(self, key: str, num_tokens: int) -> None:
+        """So many of the tokens that `key` asked for were not used."""
+        if key in self._ends:
+            self._ends[key] -= num_tokens
+
     def started(self, tag: int) -> None:
         """A request with this tag is being served: the present is there."""
         self._now = max(self._now, tag)
+
+
+class _Place(NamedTuple):
+    tag: int
+    num_tokens: int  # asked for
 
 
 class FairShares:
@@ -42,8 +55,8 @@ class FairShares:
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places
         self._clock = FairClock()
-        self._held: dict[str, int] = {}  # by key
-        self._live: dict[int, tuple[str, int]] = {}  # request id: its key and tag
+        self._held: dict[str, dict[int, _Place]] = {}  # key: its requests by id, in the order of arrival and of tags
+        self._keys: dict[int, str] = {}  # of each live request
 
     def admit(self, request_id: int, key: str, num_tokens: int, *, num_siblings: int = 1, resumed: bool = False) -> int:
         """The tag of a new request, which is its priority. RequestError 503 when its key has its share already.
@@ -51,10 +64,10 @@ class FairShares:
         One HTTP request of many single ones (`num_siblings`) may pass the share of a key that holds nothing else. A
         resumed request was admitted before.
         """
-        held = self._held.get(key, 0)
+        held = self._held.get(key, {})
         num_keys = len(self._held) + (not held)
         share = max(self._num_places // (num_keys + 1), num_siblings, 1)
-        if held >= share and not resumed:
+        if len(held) >= share and not resumed:
             raise RequestError(
                 "This API key has its share of the queue already. Please try again later.",
                 status=503,
@@ -62,19 +75,23 @@ class FairShares:
                 code="queue_full",
             )
         tag = self._clock.tag(key, num_tokens)
-        self._held[key] = held + 1
-        self._live[request_id] = key, tag
+        if held:  # what was given back does not let the new pass the old of the same key
+            tag = max(tag, next(reversed(held.values())).tag)
+        held[request_id] = _Place(tag, num_tokens)
+        self._held[key] = held
+        self._keys[request_id] = key
         return tag
 
     def started(self, request_id: int) -> None:
-        if request_id in self._live:
-            self._clock.started(self._live[request_id][1])
+        if (key := self._keys.get(request_id)) is not None:
+            self._clock.started(self._held[key][request_id].tag)
 
-    def end(self, request_id: int) -> None:
-        """Its place is free; unknown ids are passed over."""
-        if request_id not in self._live:
+    def end(self, request_id: int, num_used: int) -> None:
+        """Its place is free, and what it asked for beyond `num_used` tokens; unknown ids are passed over."""
+        key = self._keys.pop(request_id, None)
+        if key is None:
             return
-        key, _ = self._live.pop(request_id)
-        self._held[key] -= 1
-        if not self._held[key]:
+        held = self._held[key]
+        self._clock.give_back(key, max(held.pop(request_id).num_tokens - num_used, 0))
+        if not held:
             del self._held[key]

@@ -59,6 +59,20 @@ def test_keys_share_the_engine_whatever_api_process_they_came_through() -> None:
     assert sorted(order[:7]) == [1, 2, 3, 4, 101, 102, 103]  # they take turns while both have something
 
 
+def test_a_key_pays_for_what_it_used_and_not_for_what_it_might_have() -> None:
+    """Most chats name no bound, so they ask for the whole context, and end after a few tokens."""
+    core = make_core(policy="fair", max_num_seqs=1, max_num_queued=99)
+    for turn in range(1, 4):
+        core.handle(make_add_request(turn, max_tokens=100, stop_token_ids=tuple(range(100)), share_key="chat"))
+        for request_id in range(100 * turn, 100 * turn + 10):
+            core.handle(make_add_request(request_id, max_tokens=2, share_key="flood"))
+        served: list[int] = []
+        while turn not in served:
+            batch = core.step()
+            served += [end.request_id for end in batch.finished] if batch is not None else []
+        assert len(served) <= 3, f"turn {turn} of the chat waits for {served}"
+
+
 def test_a_key_that_was_idle_saves_nothing_up() -> None:
     core = make_core(policy="fair", max_num_seqs=1, max_num_queued=99)
     for request_id in range(1, 41):

@@ -71,9 +71,9 @@ def test_a_flood_leaves_places_to_others_and_they_come_back() -> None:
         shares.admit(14, "modest", 10)
     shares.admit(7, "flood", 10, resumed=True)
     for request_id in (*range(8), *range(10, 14)):
-        shares.end(request_id)
-        shares.end(request_id)
-    assert not shares._held and not shares._live
+        shares.end(request_id, 10)
+        shares.end(request_id, 10)
+    assert not shares._held and not shares._keys
     shares.admit(20, "flood", 10)
 
 
@@ -83,3 +83,20 @@ def test_one_request_of_many_may_pass_the_share() -> None:
         shares.admit(request_id, "a", 1, num_siblings=10)
     with pytest.raises(RequestError):
         shares.admit(10, "a", 1)
+
+
+def test_what_was_not_used_is_given_back_and_the_order_within_a_key_stays() -> None:
+    shares = FairShares(num_places=100)
+    tags = [shares.admit(request_id, "chat", 1000) for request_id in range(4)]
+    assert tags == [0, 1000, 2000, 3000]
+    shares.end(0, 10)
+    shares.end(1, 1000)
+    shares.end(2, 0)
+    tags = [shares.admit(request_id, "chat", 50) for request_id in (4, 5)]
+    assert tags == [3000, 3000]  # 2010 and 2060, but not before the one that waits
+    for request_id in (3, 4, 5):
+        shares.end(request_id, 10)
+    assert shares.admit(6, "chat", 1000) == 1040
+    shares.admit(7, "other", 5)
+    shares.started(6)
+    assert shares.admit(8, "new", 5) == 1040
