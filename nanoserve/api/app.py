@@ -89,6 +89,8 @@ async def outcome_middleware(request: web.Request, handler: Handler) -> web.Stre
         for name in ("Allow", "Location"):
             if name in error.headers:
                 response.headers[name] = error.headers[name]
+    except ConnectionResetError:
+        raise asyncio.CancelledError from None  # a client that goes away is not a fault, and nobody reads an answer
     except Exception:
         # this request alone is at fault or unlucky; the loop and its neighbours go on
         log.exception("request %s failed inside the server", label)
@@ -135,6 +137,8 @@ async def _last_headers(request: web.Request, response: web.StreamResponse) -> N
     response.headers[REQUEST_ID_HEADER] = request_label(request)
     response.headers["Server"] = "nanoserve"  # no versions of libraries for whoever asks
     response.headers.update(request.app[CONTEXT].access.cors_headers(request.headers.get("Origin")))
+    if request.version < HttpVersion11 and response.content_length is None:
+        response.force_close()  # nothing else can end this body, also where the client asked to keep the connection
 
 
 def build_app(context: ApiContext) -> web.Application:

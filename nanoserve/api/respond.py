@@ -51,18 +51,17 @@ class Job:
 
 
 async def respond(request: web.Request, context: ApiContext, job: Job, form: ResponseFormat) -> web.StreamResponse:
-    """Runs the job and answers. RequestError before the first byte becomes the status line (`app` writes it)."""
+    """Runs the job and answers. RequestError before the first byte becomes the status line (`app` writes it);
+    ConnectionResetError when the client has gone.
+    """
     if job.stream and context.resumes is not None:
         return await _respond_resumable(request, context, context.resumes, job, form)
-    try:
-        async with _exchange(request, context, job, form) as exchange:
-            if not job.stream:
-                return await exchange.unary()
-            writer = EventWriter(request, {**_SSE_HEADERS, **job.headers}, context.clock_s)
-            await exchange.stream(writer)
-            return writer.response
-    except ConnectionResetError:
-        raise asyncio.CancelledError from None  # a client that goes away is not a fault, and nobody reads an answer
+    async with _exchange(request, context, job, form) as exchange:
+        if not job.stream:
+            return await exchange.unary()
+        writer = EventWriter(request, {**_SSE_HEADERS, **job.headers}, context.clock_s)
+        await exchange.stream(writer)
+        return writer.response
 
 
 async def _respond_resumable(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientConnectionResetError, ClientError, web
 
 from nanoserve.api.resume import EventLog, Resumes
 from nanoserve.config import ApiConfig, ServerConfig
@@ -62,6 +64,20 @@ async def test_a_dropped_stream_goes_on_where_it_was(api: Api) -> None:
     # the whole of it can be had again within the grace time
     again = await api.http.get(api.url + "/v1/any", headers={"Last-Event-ID": last.id.rpartition(":")[0] + ":0"})
     assert (await EventReader(again).rest())[-1].id == events[-1].id
+
+
+async def test_a_client_that_goes_in_the_middle_of_a_write_is_no_fault_of_the_server(
+    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def gone(response: web.StreamResponse, data: bytes) -> None:
+        raise ClientConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(web.StreamResponse, "write", gone)
+    with pytest.raises((ClientError, TimeoutError)):
+        async with asyncio.timeout(5):
+            response, _ = await start(api, "abc")
+            await response.read()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_nobody_comes_back_so_the_request_ends(api: Api) -> None:
