@@ -20,9 +20,9 @@ from tests.fakes import FakeExecutor
 EOS = 1
 
 
-def make_clock() -> Callable[[], int]:
+def make_clock(start: int = 1) -> Callable[[], int]:
     """A clock that advances by a nanosecond a look."""
-    ticks = count(1)
+    ticks = count(start)
     return lambda: next(ticks)
 
 
@@ -67,10 +67,12 @@ def make_add_request(
     )
 
 
-def make_core(executor: Executor | None = None, *, eos: Iterable[int] = (EOS,), **limits: Any) -> EngineCore:
+def make_core(
+    executor: Executor | None = None, *, eos: Iterable[int] = (EOS,), began_ns: int = 1, **limits: Any
+) -> EngineCore:
     scheduler = make_scheduler(eos=eos, **limits)
     executor = executor or FakeExecutor(scheduler.limits.block_size, scheduler.limits.vocab_size)
-    return EngineCore(scheduler, executor, MemoryInbox(), engine_index=0, incarnation=1, clock=make_clock())
+    return EngineCore(scheduler, executor, MemoryInbox(), engine_index=0, incarnation=1, clock=make_clock(began_ns))
 
 
 def run_step(scheduler: Scheduler, executor: Executor, now_ns: int = 1) -> StepOutput:

@@ -104,7 +104,7 @@ class EngineCore:
         self._progress_ns = 0  # when waiting clients were last told
         limits = scheduler.limits
         num_places = limits.max_num_seqs + limits.max_num_queued
-        self._shares = FairShares(num_places) if limits.policy == "fair" else None
+        self._shares = FairShares(num_places, clock()) if limits.policy == "fair" else None
 
     @property
     def has_work(self) -> bool:
@@ -183,6 +183,7 @@ class EngineCore:
                     len(prompt_ids) + message.sampling.max_tokens,
                     num_siblings=message.num_siblings,
                     resumed=bool(output_ids),
+                    arrival_ns=message.arrival_ns,
                 )
             finished = self.scheduler.add(request, self._clock())
         except RequestError as error:

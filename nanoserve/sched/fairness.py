@@ -52,18 +52,31 @@ class FairShares:
     Of `num_places` k keys that hold some may have 1/(k+1) each, so that whoever comes next finds one.
     """
 
-    def __init__(self, num_places: int) -> None:
+    def __init__(self, num_places: int, since_ns: int = 0) -> None:
+        """`since_ns`: when this engine's life began."""
         self._num_places = num_places
+        self._since_ns = since_ns
         self._clock = FairClock()
         self._held: dict[str, dict[int, _Place]] = {}  # key: its requests by id, in the order of arrival and of tags
         self._keys: dict[int, str] = {}  # of each live request
 
-    def admit(self, request_id: int, key: str, num_tokens: int, *, num_siblings: int = 1, resumed: bool = False) -> int:
+    def admit(
+        self,
+        request_id: int,
+        key: str,
+        num_tokens: int,
+        *,
+        num_siblings: int = 1,
+        resumed: bool = False,
+        arrival_ns: int = 0,
+    ) -> int:
         """The tag of a new request, which is its priority. RequestError 503 when its key has its share already.
 
         One HTTP request of many single ones (`num_siblings`) may pass the share of a key that holds nothing else. A
-        resumed request was admitted before.
+        resumed request was admitted before, and so was one that is older than this engine: the api processes hand
+        theirs over one after the other, and not in the order in which they came.
         """
+        resumed = resumed or 0 < arrival_ns < self._since_ns
         held = self._held.get(key, {})
         num_keys = len(self._held) + (not held)
         share = max(self._num_places // (num_keys + 1), num_siblings, 1)

@@ -104,6 +104,21 @@ def test_a_key_keeps_to_its_share_of_the_places() -> None:
     assert news is not None and not news.finished and len(news.accepted) == 5
 
 
+def test_a_new_engine_takes_back_what_waited_for_the_old_one_in_whatever_order_it_comes() -> None:
+    """Two api processes hand over their requests: the key that came first may come last."""
+    core = make_core(policy="fair", max_num_seqs=2, max_num_queued=10, began_ns=1000)
+    for request_id in range(1, 5):
+        core.handle(make_add_request(request_id, max_tokens=2, share_key="second", arrival_ns=900))
+    for request_id in range(11, 17):  # six were its share while it was alone
+        core.handle(make_add_request(request_id, max_tokens=2, share_key="first", arrival_ns=900))
+    news = core.take_news()
+    assert news is not None and not news.finished and len(news.accepted) == 10
+    core.handle(make_add_request(20, max_tokens=2, share_key="first", arrival_ns=1100))
+    news = core.take_news()
+    assert news is not None and [end.request_id for end in news.finished] == [20]
+    assert len(finished_in_order(core)) == 10
+
+
 def test_a_flush_is_answered_with_the_blocks_it_forgot_and_ends_are_counted() -> None:
     core = make_core(block_size=4)
     core.handle(make_add_request(1, range(5, 18), max_tokens=1))  # three full blocks
