@@ -30,7 +30,9 @@ class Peers:
         self.index = index
         self._send = send
         self._clock_ns = clock_ns
-        self._numbers = count(1)
+        # from the clock: an answer that an earlier life of this process has asked for is nobody's here, and not the one
+        # of an equal number, which may be another client's
+        self._numbers = count(clock_ns())
         self._waiting: dict[int, tuple[int, asyncio.Future[ApiReply | None]]] = {}  # by number: asked whom
         self._answering: set[asyncio.Task[None]] = set()
         self.living: frozenset[int] = frozenset()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import count
 from pathlib import Path
 
 import aiohttp
 import pytest
 
+from nanoserve.api.peers import Peers
 from nanoserve.config import ApiConfig, ServerConfig
-from nanoserve.ipc.messages import ProcessFacts
+from nanoserve.ipc.messages import ApiCall, ApiReply, ApiTask, ProcessFacts
 from tests.integration.api_ring import Api, loaded_apis
 from tests.integration.event_reader import EventReader
 
@@ -52,6 +54,23 @@ async def test_a_request_is_aborted_wherever_it_lives(apis: list[Api]) -> None:
     ended = (await apis[2].post("/abort_request", {"abort_all": True}))[1]["aborted"]
     assert {"job-0", "job-1"} <= set(ended)
     assert [(await task)[0] for task in waiting[:2]] == [200, 200]
+
+
+async def test_an_answer_to_an_earlier_life_reaches_nobody_in_the_next() -> None:
+    """It may hold the events of another client's stream, asked for shortly before the process died."""
+    calls: list[ApiCall] = []
+    clock = count(10**9)
+    lives = [Peers(0, {1: calls.append}, lambda: next(clock)) for _ in range(2)]  # type: ignore[dict-item]
+    asking = []
+    for peers in lives:
+        peers.note_processes([ProcessFacts("api-1", 1, 1, "ready", 1)])
+        asking.append(asyncio.create_task(peers.ask(1, ApiTask.EVENTS, event_id="stream-1-a:0")))
+        await asyncio.sleep(0)
+    asking[0].cancel()
+    lives[1].take_reply(ApiReply(1, calls[0].number, events=[b"another's"]))
+    lives[1].take_reply(ApiReply(1, calls[1].number, events=[b"ours"]))
+    reply = await asking[1]
+    assert reply is not None and reply.events == [b"ours"]
 
 
 async def test_a_change_of_the_log_reaches_every_process(apis: list[Api], monkeypatch: pytest.MonkeyPatch) -> None:
