@@ -219,6 +219,8 @@ def main(argv: list[str]) -> int:
         options.incarnation = _stand_by(options.role, config)
     setproctitle.setproctitle(f"nanoserve: {name}")
     directory = Path(config.obs.log_dir or endpoints.run_dir)
+    if config.obs.log_dir:
+        directory.mkdir(parents=True, exist_ok=True)  # somebody may have removed it since the launcher made it
     setup_logging(name, directory, config.obs.log_level, child=True)
     faulthandler.enable(file=sys.stderr, all_threads=True)
     watchdog = LoopWatchdog(

@@ -5,6 +5,7 @@ Owner process: api. Owns the last ServerStatus and the served model. `process` u
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from nanoserve.api.encoding import Encoder
@@ -25,6 +26,8 @@ class Lifecycle:
         self.encoder: Encoder | None = None
         self.ring_turned = False
         self.stopping = False  # this process was asked to stop, whatever the supervisor says
+        # Asked at probes; set by `process`: who tells us of the other processes cannot tell of itself.
+        self.is_supervisor_stopped: Callable[[], bool] = lambda: False
 
     @property
     def draining(self) -> bool:
@@ -72,8 +75,9 @@ class Lifecycle:
         return self.ring_turned and not self.draining and not self.status.failed and not self.sick_processes()
 
     def sick_processes(self) -> list[str]:
-        """Names of processes that are neither starting nor ready, as the supervisor sees them."""
-        return [process.name for process in self.status.processes if process.state not in _HEALTHY]
+        """Names of processes that are neither starting nor ready, as the supervisor sees them, and of itself."""
+        sick = [process.name for process in self.status.processes if process.state not in _HEALTHY]
+        return ["supervisor", *sick] if self.is_supervisor_stopped() else sick
 
     def readiness(self) -> dict[str, Any]:
         """The body of /ready."""

@@ -1,9 +1,11 @@
 """What a process uses: memory, file descriptors, CPU, and how late its event loop runs. One line a minute.
 
-Owner: each process, from its pulse thread (`nanoserve.child`); `LoopLag` belongs to the api process's loop.
+Owner: each process, from its pulse thread (`nanoserve.child`); `LoopLag` and `StopProbe` belong to the loop of api.
 """
 
 from __future__ import annotations
+
+import os
 
 import psutil
 
@@ -24,6 +26,20 @@ class ProcessUsage:
                 f"rss {rss / (1 << 20):.0f} MiB, fds {self._process.num_fds()}, "
                 f"threads {self._process.num_threads()}, cpu {self._process.cpu_percent():.1f} %"
             )
+
+
+class StopProbe:
+    """Tells whether a process is stopped by a signal or a debugger. Asking takes some microseconds."""
+
+    def __init__(self, pid: int) -> None:
+        self._fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def is_stopped(self) -> bool:
+        try:
+            status = os.pread(self._fd, 512, 0)
+        except OSError:  # it has ended
+            return False
+        return status[status.rindex(b")") + 2 :][:1] in (b"T", b"t")
 
 
 class LoopLag:

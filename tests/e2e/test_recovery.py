@@ -98,7 +98,7 @@ def test_no_stream_and_no_byte_is_lost(victims: list[str], start_server: StartSe
 
 @pytest.mark.rule(4)
 def test_a_server_whose_directory_was_removed_goes_on_and_its_parts_can_still_return(start_server: StartServer) -> None:
-    """Sockets, configuration and all, as when somebody tidies up the directory for temporary files."""
+    """Sockets, configuration, logs and all, as when somebody tidies up the directory for temporary files."""
     server = start_server("sim", "--sim-step-ms", "10")
     undisturbed = run_streams(server, max_tokens=500)  # that they still run when the parts have found each other again
     run_dir = server.run_dir
@@ -106,15 +106,17 @@ def test_a_server_whose_directory_was_removed_goes_on_and_its_parts_can_still_re
     def disturb(progress: threading.Semaphore) -> None:
         after_events(progress, 100)
         shutil.rmtree(run_dir)
+        shutil.rmtree(server.log_dir)
         for name in ("detok-0", "engine-0"):
             after_events(progress, 100)
-            os.kill(newest_pid(server, name), signal.SIGKILL)
+            os.kill(server.pids[name], signal.SIGKILL)
 
     streams = run_streams(server, disturb, max_tokens=500)
     assert [stream.errors for stream in streams] == [[]] * len(PROMPTS)
     assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
     assert "was removed" in server.output
     wait_until(lambda: is_ready(server), 20, "ready again")
+    assert server.log("detok-0") and server.log("engine-0", "watchdog.log")
     assert server.stop() == 0 and not run_dir.exists()
 
 

@@ -58,9 +58,9 @@ def test_native_code_that_holds_the_lock_is_dumped(start_server: StartServer) ->
 
 @pytest.mark.case(42)
 @pytest.mark.rule(4, 77)
-@pytest.mark.parametrize("name", ["detok-0", "engine-0"])
+@pytest.mark.parametrize("name", ["detok-0", "engine-0", "supervisor"])
 def test_a_stopped_process_is_seen_and_nothing_is_lost(name: str, sim_server: Server) -> None:
-    pid = sim_server.pids[name]
+    pid = sim_server.pids.get(name, sim_server.pid)
     events = sim_server.stream("/v1/completions", {"model": "sim", "prompt": "a b c", "max_tokens": 20})
     next(events)
     os.kill(pid, signal.SIGSTOP)
