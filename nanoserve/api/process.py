@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -37,7 +38,7 @@ from nanoserve.ipc.ids import RequestIdAllocator
 from nanoserve.ipc.link import EXIT_STREAMS_CUT, ProcessLink
 from nanoserve.ipc.messages import ApiCall, ApiInbox, ApiReply, Failure, ServerStatus, TextBatch
 from nanoserve.obs.memory import count, read_ledger
-from nanoserve.obs.proc import LoopLag
+from nanoserve.obs.proc import LoopLag, StopProbe
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +50,18 @@ def run(config: ServerConfig, endpoints: Endpoints, link: ProcessLink, listen_so
 
     Returns the exit code: 0, or EXIT_STREAMS_CUT when live streams had to be ended.
     """
-    code: int = uvloop.run(_main(config, endpoints, link, listen_socket))
+    supervisor = StopProbe(os.getppid())
+    code: int = uvloop.run(_main(config, endpoints, link, listen_socket, supervisor))
     return code
 
 
-async def _main(config: ServerConfig, endpoints: Endpoints, link: ProcessLink, listen_socket: socket.socket) -> int:
+async def _main(
+    config: ServerConfig,
+    endpoints: Endpoints,
+    link: ProcessLink,
+    listen_socket: socket.socket,
+    supervisor: StopProbe,
+) -> int:
     ring = zmq.Context()
     inbox: AsyncInbox[ApiInbox] = AsyncInbox(ring, endpoints.api(link.index), ApiInbox)
     outbox = Outbox(ring, endpoints.engine())
@@ -61,6 +69,7 @@ async def _main(config: ServerConfig, endpoints: Endpoints, link: ProcessLink, l
     to_peers = {index: Outbox(ring, endpoints.api(index), linger_ms=0) for index in others}
     process = ApiProcess(config, link, inbox, outbox, to_peers)
     count("stream buffers", process.context.client.stream_bytes)
+    process.context.lifecycle.is_supervisor_stopped = supervisor.is_stopped
     process.context.memory = lambda name: read_ledger(endpoints.memory_file(name))
     try:
         all_finished = await process.serve(listen_socket)
