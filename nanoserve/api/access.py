@@ -18,7 +18,10 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/ping"})
 _USUAL_HEADERS = "Authorization, Content-Type, X-Api-Key, X-Request-Id"
 _HEADER_NAMES = re.compile(r"^[A-Za-z0-9_, -]{1,2000}$")
 ADMIN_PATHS = frozenset(
-    {"/abort_request", "/flush_cache", "/pause_generation", "/continue_generation", "/configure_logging"}
+    (
+        *("/abort_request", "/flush_cache", "/pause_generation", "/continue_generation"),
+        *("/start_profile", "/configure_logging"),
+    )
 )
 
 

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from aiohttp import web
 
@@ -45,6 +46,7 @@ class ApiContext:
     pumps: PumpQueue = field(default_factory=PumpQueue)
     resumes: Resumes | None = None  # with --resume-grace
     checker: Checker | None = None  # set when the model is loaded
+    log_dir: Path = field(default_factory=Path)  # of all processes; set by `process`
     memory: Callable[[str], dict[str, int]] = field(default=lambda name: {})  # ledger of a process, by its name
 
     @property

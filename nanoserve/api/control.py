@@ -1,4 +1,4 @@
-"""Paths that look into the ring or act on it: render, generate-health, loads, abort, flush, pause, logging.
+"""Paths that look into the ring or act on it: render, generate-health, loads, abort, flush, pause, profile, logging.
 
 Owner process: api. Paths that change something are in `access.ADMIN_PATHS`.
 """
@@ -6,19 +6,20 @@ Owner process: api. Paths that change something are in `access.ADMIN_PATHS`.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from functools import partial
 
 from aiohttp import web
 
 from nanoserve.api.chat import encode_chat
 from nanoserve.api.context import CONTEXT
-from nanoserve.api.errors import Unavailable
+from nanoserve.api.errors import Unavailable, http_error
 from nanoserve.api.http import json_response, read_body, read_json, warning_headers
 from nanoserve.api.probe import one_token_round
 from nanoserve.api.request_log import MAX_LEVEL
-from nanoserve.api.schemas import AbortBody, BodyDecoder, ChatBody, LoggingBody, PauseBody
+from nanoserve.api.schemas import AbortBody, BodyDecoder, ChatBody, LoggingBody, PauseBody, ProfileBody
 from nanoserve.errors import RequestError
-from nanoserve.ipc.messages import ApiTask, FlushCache, LogChoice, Pause
+from nanoserve.ipc.messages import ApiTask, FlushCache, LogChoice, Pause, StartProfile
 
 _CHAT = BodyDecoder(ChatBody)
 _PAUSE = BodyDecoder(PauseBody, unsupported={})
@@ -27,9 +28,11 @@ _LOGGING = BodyDecoder(  # another server's fields for keeping whole requests: t
     LoggingBody,
     unsupported=dict.fromkeys(("dump_requests_folder", "dump_requests_threshold", "log_requests_format"), ()),
 )
+_PROFILE = BodyDecoder(ProfileBody, unsupported={"output_dir": (), "start_step": (), "profile_by_stage": (False,)})
+_MAX_PROFILE_STEPS = 10_000  # a file of 10 MB
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _GENERATE_LIMIT_S = 20.0
-_FLUSH_LIMIT_S = 20.0  # the engine looks at its messages between steps, and one with a long prompt takes its time
+_ENGINE_LIMIT_S = 20.0  # the engine looks at its messages between steps, and one with a long prompt takes its time
 
 
 async def render(request: web.Request) -> web.Response:
@@ -115,10 +118,10 @@ async def flush_cache(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     context.lifecycle.require_ready()
     try:
-        async with asyncio.timeout(_FLUSH_LIMIT_S):
+        async with asyncio.timeout(_ENGINE_LIMIT_S):
             num_blocks = await context.metrics.flushed(partial(context.client.tell, FlushCache()))
     except TimeoutError:
-        raise Unavailable(f"The engine did not answer within {_FLUSH_LIMIT_S:g} s.", code="unavailable") from None
+        raise Unavailable(f"The engine did not answer within {_ENGINE_LIMIT_S:g} s.", code="unavailable") from None
     stats = context.metrics.engine_stats
     return json_response({"status": "ok", "freed_blocks": num_blocks, "running": stats.num_running})
 
@@ -140,6 +143,28 @@ async def _set_paused(request: web.Request, paused: bool) -> web.Response:
         raise RequestError("`mode` must be in_place: requests are neither ended nor sent back.", param="mode")
     context.client.tell(Pause(paused))
     return json_response({"status": "ok", "paused": paused}, headers=warning_headers(decoded.unknown_keys))
+
+
+async def start_profile(request: web.Request) -> web.Response:
+    """The engine records its next `num_steps` steps; answers at once with the file that will then be there."""
+    context = request.app[CONTEXT]
+    context.lifecycle.require_ready()
+    decoded = await read_json(request, _PROFILE)
+    num_steps = decoded.body.num_steps
+    if num_steps is None or not 1 <= num_steps <= _MAX_PROFILE_STEPS:
+        raise RequestError(f"`num_steps` must be in [1, {_MAX_PROFILE_STEPS}].", param="num_steps")
+    number = 1 + secrets.randbits(31)
+    file = str(context.log_dir.absolute() / f"profile-{number}.json")
+    begin = partial(context.client.tell, StartProfile(number, num_steps, file))
+    try:
+        async with asyncio.timeout(_ENGINE_LIMIT_S):
+            has_begun = await context.metrics.profile_begins(number, begin)
+    except TimeoutError:
+        raise Unavailable(f"The engine did not answer within {_ENGINE_LIMIT_S:g} s.", code="unavailable") from None
+    if not has_begun:
+        raise http_error(409, "A profile is running; the engine makes one at a time.")
+    shown = {"status": "ok", "num_steps": num_steps, "file": file}
+    return json_response(shown, headers=warning_headers(decoded.unknown_keys))
 
 
 async def configure_logging(request: web.Request) -> web.Response:

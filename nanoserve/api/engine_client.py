@@ -29,6 +29,7 @@ from nanoserve.ipc.messages import (
     Release,
     Resync,
     SamplingParams,
+    StartProfile,
     TextBatch,
     TextFinished,
     TextSpec,
@@ -156,7 +157,7 @@ class EngineClient:
             )
             stream.finish(TextFinished(ended, stop_string=word))
 
-    def tell(self, message: FlushCache | Pause) -> None:
+    def tell(self, message: FlushCache | Pause | StartProfile) -> None:
         """A word to the engine that is about no request."""
         self._send(message)
 

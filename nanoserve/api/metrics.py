@@ -175,7 +175,7 @@ class Metrics(LatencySink):
         self._ttft = self._latency["time_to_first_token_seconds"].observe
         self._itl = self._latency["inter_token_latency_seconds"].observe
         self._client: ClientCounters | None = None
-        self._flush_waiter: asyncio.Future[None] | None = None  # for the next stats of the engine
+        self._stats_waiter: asyncio.Future[None] | None = None  # for the next stats of the engine
         self._gauges: dict[str, tuple[str, Callable[[], float]]] = {}
 
     def watch_client(self, counters: ClientCounters) -> None:
@@ -211,8 +211,8 @@ class Metrics(LatencySink):
         if batch.engine_stats is not None:
             self.engine_stats = batch.engine_stats
             self._engine_counts.update(batch.engine_incarnation, batch.engine_stats)
-            if self._flush_waiter is not None and not self._flush_waiter.done():
-                self._flush_waiter.set_result(None)
+            if self._stats_waiter is not None and not self._stats_waiter.done():
+                self._stats_waiter.set_result(None)
         if batch.detok_stats is not None:
             self.detok_stats = batch.detok_stats
             self._detok_counts.update(batch.incarnation, batch.detok_stats)
@@ -228,10 +228,24 @@ class Metrics(LatencySink):
         num_flushes, num_blocks = count("num_flushes"), count("flushed_blocks")
         flush()
         while count("num_flushes") <= num_flushes:
-            if self._flush_waiter is None or self._flush_waiter.done():
-                self._flush_waiter = asyncio.get_running_loop().create_future()
-            await asyncio.shield(self._flush_waiter)
+            await self._next_stats()
         return int(count("flushed_blocks") - num_blocks)
+
+    async def profile_begins(self, number: int, begin: Callable[[], object]) -> bool:
+        """Calls `begin` and waits for the engine's word of it; False when another profile runs."""
+        if self.engine_stats.profile_steps_left:
+            return False
+        begin()
+        while self.engine_stats.profile != number:
+            await self._next_stats()
+            if self.engine_stats.profile != number and self.engine_stats.profile_steps_left:
+                return False
+        return True
+
+    async def _next_stats(self) -> None:
+        if self._stats_waiter is None or self._stats_waiter.done():
+            self._stats_waiter = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._stats_waiter)
 
     # ---- asked by a scrape -------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from nanoserve.api.schemas import (
     GenerateBody,
     LoggingBody,
     PauseBody,
+    ProfileBody,
     TokenizeBody,
 )
 
@@ -47,6 +48,7 @@ _POSTS: dict[str, tuple[type[msgspec.Struct], str, bool]] = {  # path: body, sum
     "/detokenize": (DetokenizeBody, "Ids to text.", False),
     "/pause_generation": (PauseBody, "Compute nothing until told to go on.", False),
     "/continue_generation": (PauseBody, "Go on after a pause.", False),
+    "/start_profile": (ProfileBody, "Record the engine's next steps as a trace.", False),
     "/configure_logging": (LoggingBody, "Change what the api processes log.", False),
     "/abort_request": (AbortBody, "End requests by the id their clients gave.", False),
 }
@@ -66,6 +68,7 @@ _STATUSES = {
     "404": "no such model",
     "405": "the path does not take this method",
     "408": "the body came too slowly",
+    "409": "one is running, and there is one at a time",
     "410": "the stream of this `Last-Event-ID` cannot be resumed from there",
     "413": "the body is too large",
     "415": "the body's encoding is not one that is read",

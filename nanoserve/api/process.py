@@ -69,6 +69,7 @@ async def _main(
     to_peers = {index: Outbox(ring, endpoints.api(index), linger_ms=0) for index in others}
     process = ApiProcess(config, link, inbox, outbox, to_peers)
     count("stream buffers", process.context.client.stream_bytes)
+    process.context.log_dir = Path(config.obs.log_dir or endpoints.run_dir)
     process.context.lifecycle.is_supervisor_stopped = supervisor.is_stopped
     process.context.memory = lambda name: read_ledger(endpoints.memory_file(name))
     try:

@@ -133,6 +133,12 @@ class PauseBody(msgspec.Struct, kw_only=True):
     mode: str | None = None
 
 
+class ProfileBody(msgspec.Struct, kw_only=True):
+    """POST /start_profile."""
+
+    num_steps: int | None = None
+
+
 class LoggingBody(msgspec.Struct, kw_only=True):
     """POST /configure_logging; what is not given stays as it is."""
 

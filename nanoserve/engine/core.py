@@ -34,6 +34,7 @@ from nanoserve.ipc.messages import (
     Pause,
     Release,
     Resync,
+    StartProfile,
     TokenBatch,
 )
 from nanoserve.sched.fairness import FairShares
@@ -142,6 +143,9 @@ class EngineCore:
                 self._builder.stats_due = True
             case Pause():
                 self.paused = message.paused
+            case StartProfile():
+                self.counters.begin_profile(message)
+                self._builder.stats_due = True
             case ApiGone():
                 self._gone[message.api_index] = message.incarnation
                 self.handle(

@@ -15,6 +15,7 @@ import zmq
 
 from nanoserve.config import SchedulerConfig, ServerConfig
 from nanoserve.engine.core import EngineCore
+from nanoserve.engine.profile import StepProfiler
 from nanoserve.engine.slow_steps import SlowStepLog
 from nanoserve.engine.stats import StatusLine
 from nanoserve.engine.suspects import RecordingExecutor, StepRecord, SuspectInbox, Suspects
@@ -83,9 +84,11 @@ def run(config: ServerConfig, model_dir: Path, endpoints: Endpoints, link: Proce
         record = StepRecord(endpoints.step_record(link.index))
         suspects = Suspects(record, endpoints.strikes(link.index))
         guarded = SuspectInbox(inbox, suspects)
+        watched = WatchedExecutor(SlowStepLog(executor, config.obs.slow_step), link.watchdog)
+        profiler = StepProfiler(RecordingExecutor(watched, suspects))
         core = EngineCore(
             scheduler,
-            RecordingExecutor(WatchedExecutor(SlowStepLog(executor, config.obs.slow_step), link.watchdog), suspects),
+            profiler,
             guarded,
             engine_index=link.index,
             incarnation=link.incarnation,
@@ -93,7 +96,7 @@ def run(config: ServerConfig, model_dir: Path, endpoints: Endpoints, link: Proce
             refuse=suspects.refusal,
         )
         link.ready(facts)
-        serve(core, guarded, outbox, link, StatusLine(config.obs.stats_interval, time.monotonic_ns()))
+        serve(core, guarded, outbox, link, StatusLine(config.obs.stats_interval, time.monotonic_ns()), profiler)
     finally:
         inbox.close()
         outbox.close()
@@ -110,7 +113,14 @@ def _plant_faults(config: ServerConfig, executor: Executor, link: ProcessLink) -
     return FaultyExecutor(executor, faults_for(config.obs.fault, link.name, link.incarnation))
 
 
-def serve(core: EngineCore, inbox: SuspectInbox, outbox: Outbox, link: ProcessLink, status: StatusLine) -> None:
+def serve(
+    core: EngineCore,
+    inbox: SuspectInbox,
+    outbox: Outbox,
+    link: ProcessLink,
+    status: StatusLine,
+    profiler: StepProfiler,
+) -> None:
     """The loop: receive, tell what is new, compute a step, tell what it gave."""
     beat_ns = time.monotonic_ns()
 
@@ -128,7 +138,10 @@ def serve(core: EngineCore, inbox: SuspectInbox, outbox: Outbox, link: ProcessLi
         core.receive()
         send(core.take_news())  # admissions are told before the step that may take long
         if core.has_work:
-            send(core.step())
+            if core.counters.profile_steps_left:
+                profiler.step(core, send)
+            else:
+                send(core.step())
         now_ns = time.monotonic_ns()
         if now_ns - beat_ns >= HEARTBEAT_NS:
             beat_ns = now_ns

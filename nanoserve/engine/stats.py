@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from nanoserve.ipc.messages import EngineStats
+from nanoserve.ipc.messages import EngineStats, StartProfile
 from nanoserve.sched.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
@@ -26,6 +26,15 @@ class EngineCounters:
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
     send_seconds: float = 0.0
+    profile: int = 0
+    profile_steps_left: int = 0
+    profile_file: str = ""
+
+    def begin_profile(self, message: StartProfile) -> None:
+        """One at a time: while one runs, another is not begun."""
+        if not self.profile_steps_left:
+            self.profile, self.profile_steps_left = message.number, message.num_steps
+            self.profile_file = message.file
 
     def snapshot(self, scheduler: Scheduler, *, num_retained: int, num_undecodable: int) -> EngineStats:
         totals = scheduler.counters
@@ -55,6 +64,8 @@ class EngineCounters:
             num_ended=self.num_ended,
             num_flushes=self.num_flushes,
             flushed_blocks=self.flushed_blocks,
+            profile=self.profile,
+            profile_steps_left=self.profile_steps_left,
         )
 
 

@@ -140,6 +140,17 @@ class Pause(msgspec.Struct, frozen=True, array_like=True, tag=15, gc=False):
     paused: bool
 
 
+class StartProfile(msgspec.Struct, frozen=True, array_like=True, tag=16, gc=False):
+    """Record the next steps and write them to this file. While another profile runs nothing happens.
+
+    The next stats tell which profile it is.
+    """
+
+    number: int  # chosen by whoever asks, never 0
+    num_steps: int
+    file: str
+
+
 # ---- engine -> detok -------------------------------------------------------------------------------------
 
 
@@ -225,6 +236,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_flushes: int = 0
     flushed_blocks: int = 0  # cached blocks that they forgot
     build_seconds: float = 0.0
+    profile: int = 0  # number of the last one that was begun
+    profile_steps_left: int = 0  # that it is still to record
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
@@ -469,7 +482,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=10, gc=False):
     doing: str = ""  # the long step that it has declared, if any
 
 
-EngineInbox = AddRequest | AbortRequest | Release | Resync | ApiGone | FlushCache | Pause
+EngineInbox = AddRequest | AbortRequest | Release | Resync | ApiGone | FlushCache | Pause | StartProfile
 DetokInbox = TokenBatch
 ApiInbox = TextBatch | ServerStatus | ApiCall | ApiReply
 SupervisorInbox = Ready | StartFailed | Heartbeat

@@ -40,6 +40,7 @@ from nanoserve.ipc.messages import (
     Resync,
     RowTokenTexts,
     ServerStatus,
+    StartProfile,
     TextBatch,
     TextFinished,
     TextSpec,
@@ -113,6 +114,8 @@ class FakeRing:
         self.aborted: list[AbortRequest] = []
         self.released: list[int] = []
         self.flushes = 0
+        self.profiles: list[StartProfile] = []
+        self.start_profile = lambda message: self.stats(profile=message.number, profile_steps_left=message.num_steps)
         self.figures = EngineStats()
         self.paused = False
         self.auto_accept = True
@@ -150,6 +153,9 @@ class FakeRing:
             self.stats(num_flushes=self.flushes, flushed_blocks=7 * self.flushes)
         elif isinstance(message, Pause):
             self.paused = message.paused
+        elif isinstance(message, StartProfile):
+            self.profiles.append(message)
+            self.start_profile(message)
         elif isinstance(message, Release):
             self.released += message.request_ids
 

@@ -62,7 +62,7 @@ async def test_keys_guard_all_but_probes(tmp_path: Path) -> None:
 
 async def test_admin_paths_have_their_own_key(tmp_path: Path) -> None:
     async with loaded_api(tmp_path, config(api_key=("user",), admin_api_key=("root",))) as api:
-        for path in ("/flush_cache", "/configure_logging"):
+        for path in ("/flush_cache", "/start_profile", "/configure_logging"):
             assert (await api.post(path, {}, Authorization="Bearer user"))[0] == 401
         assert (await api.post("/flush_cache", {}, Authorization="Bearer root"))[0] != 401
         assert (await api.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}, Authorization="Bearer root"))[0] == 200

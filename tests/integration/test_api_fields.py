@@ -181,3 +181,25 @@ async def test_a_request_is_logged_from_the_moment_it_is_asked_for(api: Api, cap
 async def test_what_cannot_be_logged_is_refused_and_changes_nothing(api: Api, body: dict[str, object]) -> None:
     assert (await api.post("/configure_logging", {"log_requests": True, **body}))[0] == 400
     assert not api.process.context.request_log.is_on
+
+
+async def test_a_profile_is_begun_once_and_says_where_its_file_will_be(api: Api, tmp_path: Path) -> None:
+    ring = api.ring
+    api.process.context.log_dir = tmp_path
+    status, answer = await api.post("/start_profile", {"num_steps": 5, "activities": ["CPU"]})
+    (asked,) = ring.profiles
+    assert status == 200 and answer == {"status": "ok", "num_steps": 5, "file": asked.file}
+    assert asked.num_steps == 5 and Path(asked.file).parent == tmp_path
+    assert (await api.post("/start_profile", {"num_steps": 5}))[0] == 409 and len(ring.profiles) == 1
+    ring.stats(profile_steps_left=0)
+    while api.process.context.metrics.engine_stats.profile_steps_left:
+        await asyncio.sleep(0.01)
+    # another api process is quicker: the engine has begun its profile when our word comes
+    ring.start_profile = lambda message: ring.stats(profile=message.number + 1, profile_steps_left=9)
+    assert (await api.post("/start_profile", {"num_steps": 5}))[0] == 409
+
+
+@pytest.mark.parametrize("body", [{}, {"num_steps": 0}, {"num_steps": 10_001}, {"num_steps": 5, "output_dir": "/x"}])
+async def test_a_profile_has_a_bounded_number_of_steps(api: Api, body: dict[str, object]) -> None:
+    status, answer = await api.post("/start_profile", body)
+    assert status == 400 and answer["error"]["param"] in ("num_steps", "output_dir") and not api.ring.profiles

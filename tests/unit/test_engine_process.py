@@ -26,6 +26,7 @@ from nanoserve.ipc.messages import (
     FinishReason,
     Release,
     Resync,
+    StartProfile,
     TokenBatch,
 )
 from nanoserve.sched.plan import StepPlan, StepResult
@@ -159,6 +160,19 @@ def test_an_idle_engine_waits_and_sends_heartbeats(engine: Running, peers: Peers
     batches = peers.hear_until(lambda heard: len(heard) >= 2)
     assert all(batch.request_ids == [] and batch.stats is not None for batch in batches)
     assert engine.link.watchdog.feeds < 20, "an idle engine turns only to send its heartbeat"
+
+
+def test_a_profile_is_written_beside_the_steps_it_is_of(
+    model_dir: Path, endpoints: Endpoints, peers: Peers, tmp_path: Path
+) -> None:
+    engine, file = Running(CONFIG, model_dir, endpoints), tmp_path / "profile.json"
+    peers.send(StartProfile(7, 4, str(file)), make_add_request(1, [7, 8, 9], max_tokens=8))
+    engine.start()
+    peers.hear_until(lambda heard: finished_ids(heard) == {1})
+    assert peers.output_of(1) == [7, 8, 9, 7, 8, 9, 7, 8]
+    engine.stop()
+    events = json.loads(file.read_text())["traceEvents"]
+    assert [e["args"]["rows"] for e in events if e["name"] == "step"] == [1] * 4
 
 
 def test_abort_release_and_resync_over_the_wire(model_dir: Path, endpoints: Endpoints, peers: Peers) -> None:
