@@ -73,10 +73,10 @@ class Drafter:
         """Appends drafts to the rows of a plan that compute one token, as far as tokens and blocks are left over."""
         if not self._num_draft_tokens:
             return
-        num_tokens = sum(row.num_tokens for row in rows)
-        budget = max_num_tokens - num_tokens
+        budget = max_num_tokens - sum(row.num_tokens for row in rows)
         # A right draft is worth a row's share of the step, and costs one token. Worth it from this probability on:
-        threshold = MARGIN * len(rows) / (STEP_COST_TOKENS + num_tokens)
+        # Prompts beside it make a step longer and drafts cheaper, but then all the tokens that come together come late.
+        threshold = MARGIN * len(rows) / (STEP_COST_TOKENS + len(rows))
         for row in rows:
             if budget <= 0 or threshold >= 1.0:
                 break

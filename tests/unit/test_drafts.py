@@ -193,6 +193,16 @@ def test_only_few_streams_get_drafts(num_streams: int, drafted: bool) -> None:
     assert (sum(num_drafts(scheduler, 3, FakeExecutor(4))) > 0) is drafted
 
 
+def test_a_prompt_beside_them_gets_no_drafts_for_many_streams() -> None:
+    """It makes the step longer, so drafts cheaper, and whatever comes in a lump later."""
+    scheduler, executor = make_scheduler(num_draft_tokens=4, max_num_batched_tokens=16), FakeExecutor(4)
+    for request_id in range(1, 5):
+        add(scheduler, request_id, FixedIndex([1] * 9), prompt=[request_id], max_tokens=20)
+    run_step(scheduler, executor)
+    add(scheduler, 5, FixedIndex([1] * 9), prompt=range(2, 10), max_tokens=20)
+    assert sum(num_drafts(scheduler, 2, executor)) == 0
+
+
 def test_without_speculation_no_index_is_kept() -> None:
     scheduler, executor = make_scheduler(), FakeExecutor(4)
     request = make_request(1, prompt=[5, 5, 5, 5], max_tokens=5)
