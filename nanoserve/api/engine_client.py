@@ -343,7 +343,7 @@ def _lacks_output(record: TextFinished, live: dict[int, RequestStream]) -> bool:
 
 
 def _with_output(stream: RequestStream) -> AddRequest:
-    return msgspec.structs.replace(stream.request, output_token_ids=pack_ids(stream.output_ids))
+    return msgspec.structs.replace(stream.request, output_token_ids=pack_ids(stream.ids_to_resume_from()))
 
 
 def _with_prompt(record: TextFinished, stream: RequestStream, now_ns: int) -> TextFinished:

@@ -18,6 +18,7 @@ from nanoserve.ipc.messages import AddRequest, RowTokenTexts, TextFinished, Toke
 _STREAM_BYTES = 1200  # of a live request without ids and text, with its message; a test measures it
 SILENT_NS = 5_000_000_000  # then a request is asked for; after that with twice the patience each time
 _MOST_DOUBLINGS = 5
+_MOST_UNSCORED = 64  # ids; more lack their entry only where there is no tokenizer to name them
 _PIECE_BYTES = 64  # of a pending text besides its characters
 
 
@@ -214,6 +215,17 @@ class RequestStream:
         """Ids that the writer has seen."""
         return self._num_taken
 
+    def ids_to_resume_from(self) -> array[int]:
+        """What a new engine need not compute again: all ids, or, with log-probabilities, those whose entry is here.
+
+        The others' entries were held back with their text and are gone with the old engine. Drawn again from the same
+        numbers they are the same ids.
+        """
+        num_behind = len(self.output_ids) - self._num_scored
+        if self.request.sampling.logprobs is None or num_behind > _MOST_UNSCORED:
+            return self.output_ids
+        return self.output_ids[: self._num_scored]
+
     def push_row(
         self,
         delta: str,
@@ -251,7 +263,7 @@ class RequestStream:
         return len(ids)
 
     def _push_logprobs(self, row: RowTokenTexts) -> bool:
-        """Takes the entries that are new. After a restart of the engine some may be missing; those are not made up."""
+        """Takes the entries that are new; True when there was one."""
         known = max(self._num_scored - row.first_index, 0)
         self._logprobs.extend(row.tokens[known:])
         self._num_scored = max(self._num_scored, row.first_index + len(row.tokens))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -111,6 +112,26 @@ def test_a_higher_incarnation_resubmits_what_lives_with_its_ids() -> None:
     assert [message.request_id for message in sent] == [kept.request_id]
     assert unpack_ids(sent[0].output_token_ids) == [ord("a"), ord("b")] and sent[0].sampling.seed == 9
     assert client.num_ending == 0  # the new engine never heard of the aborted one
+
+
+@pytest.mark.parametrize(("num_ids", "with_scores", "expected"), [(3, True, 2), (3, False, 3), (80, True, 80)])
+def test_ids_whose_logprobs_are_held_back_are_computed_again(num_ids: int, with_scores: bool, expected: int) -> None:
+    """With their text, of half a character or of what may be a stop string; the old engine alone had the numbers."""
+    client, sent = make_client()
+    new = new_request()
+    if with_scores:
+        new = dataclasses.replace(new, sampling=msgspec.structs.replace(new.sampling, logprobs=1))
+    stream = client.submit(new, Outlet())
+    ids = list(range(10, 10 + num_ids))
+    scored = [TokenText(token_id, "x", b"x", -1.0) for token_id in ids]
+    stream.push_row("xx", 0, 0, ids, RowTokenTexts(0, scored[:2], 0) if with_scores else None)
+    sent.clear()
+    client.resubmit_all()
+    assert unpack_ids(sent[0].output_token_ids) == ids[:expected]
+    stream.push_row("x", 2, 2, ids[2:], RowTokenTexts(0, scored[2:], 2) if with_scores else None)
+    piece = stream.take()
+    assert piece.text == "xxx" and piece.num_output_tokens == num_ids
+    assert [token.token_id for token in piece.logprobs] == (ids if with_scores else [])
 
 
 def test_failure_of_the_server_ends_every_stream() -> None:
