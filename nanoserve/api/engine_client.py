@@ -338,7 +338,7 @@ def _lacks_output(record: TextFinished, live: dict[int, RequestStream]) -> bool:
     """Whether ids before this end have not come."""
     finished = record.finished
     stream = live.get(finished.request_id)
-    is_regular = finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
+    is_regular = finished.reason not in (FinishReason.ABORT, FinishReason.ERROR)
     return stream is not None and is_regular and finished.num_output_tokens > len(stream.output_ids)
 
 

@@ -14,7 +14,12 @@ from nanoserve.api.stream import Piece, RequestStream
 from nanoserve.errors import RequestError
 from nanoserve.ipc.messages import FinishReason, TextFinished, TokenText
 
-_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+    FinishReason.REPETITION: "repetition",
+}
 
 
 def finish_reason(record: TextFinished) -> str:

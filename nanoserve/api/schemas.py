@@ -28,6 +28,14 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None  # accepted; we never pad
 
 
+class RepetitionFields(msgspec.Struct, kw_only=True):
+    """`repetition_detection`, vLLM's field: end an answer that says the same pattern of tokens again and again."""
+
+    max_pattern_size: int | None = None
+    min_pattern_size: int | None = None
+    min_count: int | None = None
+
+
 class SamplingFields(msgspec.Struct, kw_only=True):
     """Fields that completions and chat share; names and meanings as OpenAI's and vLLM's."""
 
@@ -42,6 +50,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    repetition_detection: RepetitionFields | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_regex: str | list[str] | None = None
@@ -201,7 +210,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "chat_template": (),
     "documents": ([],),
-    "repetition_detection": (),
     "logits_processors": ([],),
     "custom_logit_processor": (),
     "lora_path": (),

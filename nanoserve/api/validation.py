@@ -15,10 +15,10 @@ import msgspec
 
 from nanoserve.api.model import ServedModel
 from nanoserve.api.prompt import check_ids
-from nanoserve.api.schemas import SamplingFields
+from nanoserve.api.schemas import RepetitionFields, SamplingFields
 from nanoserve.config import ServerConfig
 from nanoserve.errors import RequestError
-from nanoserve.ipc.messages import EmitMode, SamplingParams, TextSpec
+from nanoserve.ipc.messages import EmitMode, RepetitionDetection, SamplingParams, TextSpec
 from nanoserve.stop_regex import compile_regex
 
 Number = TypeVar("Number", int, float)
@@ -32,6 +32,7 @@ _MAX_BIASES = 1024
 _MAX_ALLOWED = 8192
 _MAX_BAD_WORDS = 64
 _MAX_BAD_WORD_CHARS = 256
+_MAX_PATTERN = 256  # tokens; each token of the answer is compared with as many
 _MAX_LABEL = 128
 _MAX_SALT = 1024
 _INT32 = 2**31 - 1
@@ -176,6 +177,7 @@ class Checker:
             presence_penalty=real("presence_penalty", body.presence_penalty, 0.0, -2.0, 2.0),
             frequency_penalty=real("frequency_penalty", body.frequency_penalty, 0.0, -2.0, 2.0),
             repetition_penalty=repetition,
+            repetition_detection=_repetition(body.repetition_detection),
             min_tokens=min_tokens,
             stop_token_ids=self._stop_token_ids(body.stop_token_ids),
             ignore_eos=bool(body.ignore_eos),
@@ -311,6 +313,20 @@ def _bad_words(words: list[str] | None) -> tuple[str, ...]:
     if not all(word.strip() for word in words):
         raise RequestError("bad_words cannot contain an empty string.", param="bad_words")
     return tuple(words)
+
+
+def _repetition(fields: RepetitionFields | None) -> RepetitionDetection | None:
+    """None where it is off: without the field, and with a `max_pattern_size` of 0."""
+    if fields is None:
+        return None
+    name = "repetition_detection"
+    longest = whole(f"{name}.max_pattern_size", fields.max_pattern_size, 0, 0, _MAX_PATTERN)
+    shortest = whole(f"{name}.min_pattern_size", fields.min_pattern_size, 0, 0, longest)
+    if not longest:
+        return None
+    return RepetitionDetection(
+        longest, max(shortest, 1), whole(f"{name}.min_count", fields.min_count or 0, 0, 2, _INT32)
+    )
 
 
 def _or(value: Number | None, default: Number) -> Number:

@@ -32,6 +32,7 @@ class FinishReason(IntEnum):
     LENGTH = 1  # max_tokens or the context is used up
     ABORT = 2  # somebody asked for the end: client gone, deadline, shutdown
     ERROR = 3  # refused or failed; `Failure` says why
+    REPETITION = 4  # the newest tokens are one pattern again and again, as the client asked to look for
 
 
 class AbortCause(IntEnum):
@@ -55,6 +56,14 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, gc=False):
     param: str | None = None
     error_type: str = "invalid_request_error"
     code: str | None = None
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Ends an output whose newest tokens are `min_count` times the same pattern of so many tokens."""
+
+    max_pattern_size: int
+    min_pattern_size: int
+    min_count: int
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -81,6 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()  # id sequences that the output may not contain
+    repetition_detection: RepetitionDetection | None = None
 
 
 class TextSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -10,6 +10,7 @@ import msgspec
 
 from nanoserve.ipc.messages import PROBE_PRIORITY, Finished, SamplingParams
 from nanoserve.sched.plan import TokenScores
+from nanoserve.sched.stop import RepetitionWatch
 
 if TYPE_CHECKING:
     from nanoserve.sched.drafts import Drafting
@@ -41,6 +42,7 @@ class Request:
     num_preemptions: int = 0
     num_bypasses: int = 0  # requests behind it that were started first because it did not fit
     block_ids: list[int] = field(default_factory=list)
+    watch: RepetitionWatch | None = None  # of its output, where the client asked for it
     block_keys: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, as far as asked for
     num_registered_blocks: int = 0
     in_executor: bool = False  # the executor keeps state of it

@@ -28,7 +28,7 @@ from nanoserve.sched.drafts import Drafter
 from nanoserve.sched.plan import NewRequest, PlanRow, StepPlan, StepResult
 from nanoserve.sched.policy import POLICIES, victim
 from nanoserve.sched.request import Request, RequestStatus, StepOutput, TokenRow
-from nanoserve.sched.stop import Stop, find_stop, suppressed_ids
+from nanoserve.sched.stop import RepetitionWatch, Stop, find_stop, suppressed_ids
 
 # A waiting request that does not fit lets smaller ones pass, this often; then it holds the queue until it fits.
 MAX_BYPASSES = 64
@@ -112,11 +112,12 @@ class Scheduler:
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=self._policy)
         num_output = request.num_output_tokens
+        if (wanted := request.sampling.repetition_detection) is not None:
+            request.watch = RepetitionWatch(wanted, request.token_ids[request.num_prompt_tokens : -1])
         if num_output:
             # Its prompt's scores went out with the first of these tokens.
             request.prompt_scores_done = True
-            last = request.token_ids[-1:]
-            stop = find_stop(last, num_output - 1, request.max_output_tokens, request.sampling, self._eos_token_ids)
+            stop = _stop_of(request, request.token_ids[-1:], num_output - 1, self._eos_token_ids)
             return self._end(request, stop.reason, now_ns, stop=stop) if stop else None
         return None
 
@@ -301,7 +302,7 @@ class Scheduler:
         sampling, stop = request.sampling, None
         if new_ids:
             first_index = len(request.token_ids) - request.num_prompt_tokens
-            stop = find_stop(new_ids, first_index, request.max_output_tokens, sampling, self._eos_token_ids)
+            stop = _stop_of(request, new_ids, first_index, self._eos_token_ids)
             if stop is not None:
                 new_ids = new_ids[: stop.num_kept]
             request.token_ids += new_ids
@@ -389,3 +390,8 @@ def _plan_row(request: Request, num_tokens: int, new_block_ids: list[int]) -> Pl
     start = request.num_computed_tokens
     samples = start + num_tokens == len(request.token_ids) and request.max_output_tokens > 0
     return PlanRow(request.request_id, start, num_tokens, new_block_ids, samples)
+
+
+def _stop_of(request: Request, new_ids: Sequence[int], first_index: int, eos_token_ids: Collection[int]) -> Stop | None:
+    limit = request.max_output_tokens
+    return find_stop(new_ids, first_index, limit, request.sampling, eos_token_ids, request.watch)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanoserve.config import ApiConfig, ServerConfig
-from nanoserve.ipc.messages import AbortCause
+from nanoserve.ipc.messages import AbortCause, AddRequest, FinishReason, RepetitionDetection
 from tests.integration.api_ring import Api, loaded_api
 
 COMPLETIONS = "/v1/completions"
@@ -203,3 +203,48 @@ async def test_a_profile_is_begun_once_and_says_where_its_file_will_be(api: Api,
 async def test_a_profile_has_a_bounded_number_of_steps(api: Api, body: dict[str, object]) -> None:
     status, answer = await api.post("/start_profile", body)
     assert status == 400 and answer["error"]["param"] in ("num_steps", "output_dir") and not api.ring.profiles
+
+
+def repeat(api: Api) -> None:
+    """The engine ends every request as one that repeats itself."""
+
+    def script(add: AddRequest) -> None:
+        api.ring.token(add.request_id, "abab")
+        api.ring.finish(add.request_id, FinishReason.REPETITION)
+
+    api.ring.script = script
+
+
+async def test_a_repetition_ends_an_answer_with_its_own_reason(api: Api) -> None:
+    repeat(api)
+    wanted = {"max_pattern_size": 4, "min_count": 2}
+    for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [USER]})):
+        body = {**body, "max_tokens": 9, "repetition_detection": wanted}
+        (choice,) = (await api.post(path, body))[1]["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("repetition", None)
+        assert (choice.get("text") or choice["message"]["content"]) == "abab"
+        last = (await api.events(path, body))[-1]["choices"][0]
+        assert (last["finish_reason"], last["stop_reason"]) == ("repetition", None)
+        assert api.ring.added[-1].sampling.repetition_detection == RepetitionDetection(4, 1, 2)
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 9, "repetition_detection": wanted}}
+    status, answer = await api.post("/generate", body)
+    assert status == 200 and answer["meta_info"]["finish_reason"]["type"] == "repetition" and answer["text"] == "abab"
+
+
+async def test_repetition_detection_is_off_where_it_looks_for_nothing(api: Api) -> None:
+    for wanted in (None, {}, {"max_pattern_size": 0, "min_count": 0}):
+        body = {"prompt": "x", "max_tokens": 1, "repetition_detection": wanted}
+        assert (await api.post(COMPLETIONS, body))[0] == 200
+        assert api.ring.added[-1].sampling.repetition_detection is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field"),
+    [({"max_pattern_size": 4}, "min_count"), ({"max_pattern_size": 4, "min_count": 1}, "min_count"),
+     ({"max_pattern_size": 257, "min_count": 2}, "max_pattern_size"),
+     ({"max_pattern_size": -1, "min_count": 2}, "max_pattern_size"),
+     ({"max_pattern_size": 4, "min_pattern_size": 5, "min_count": 2}, "min_pattern_size")],
+)  # fmt: skip
+async def test_what_repetition_detection_cannot_mean(api: Api, wanted: dict[str, int], field: str) -> None:
+    status, answer = await api.post(COMPLETIONS, {"prompt": "x", "repetition_detection": wanted})
+    assert (status, answer["error"]["param"]) == (400, f"repetition_detection.{field}")

@@ -74,13 +74,14 @@ def test_a_gap_is_asked_for_and_a_repeat_is_dropped() -> None:
 
 
 @pytest.mark.rule(40)
-def test_a_lost_last_row_is_noticed_by_its_count() -> None:
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.REPETITION])
+def test_a_lost_last_row_is_noticed_by_its_count(reason: FinishReason) -> None:
     ring = Ring(TOKENIZER)
     ring.engine.add(1, ids_of("The quick"), TextSpec())
     ring.step()
     script = ring.engine.scripts[1]
     script.sent = len(script.token_ids)
-    script.finished = Finished(1, FinishReason.LENGTH, num_output_tokens=script.sent)
+    script.finished = Finished(1, reason, num_output_tokens=script.sent)
     ring._waiting.append(TokenBatch(0, 1, 9, finished=[script.finished]))
     ring.drain()
     assert ring.of(1).finished is None

@@ -158,11 +158,12 @@ def test_a_missing_row_is_asked_for_once_and_nothing_is_taken_out_of_order() -> 
     assert sent[1:] == [Release(request_ids=[torn.request_id])]
 
 
-def test_an_end_whose_last_rows_are_missing_is_not_taken_and_not_released() -> None:
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.REPETITION])
+def test_an_end_whose_last_rows_are_missing_is_not_taken_and_not_released(reason: FinishReason) -> None:
     client, sent = make_client()
     torn, whole = (client.submit(new_request(), Outlet()) for _ in range(2))
     sent.clear()
-    ends = [done(torn.request_id, num_output_tokens=3), done(whole.request_id, num_output_tokens=2)]
+    ends = [done(torn.request_id, reason, num_output_tokens=3), done(whole.request_id, num_output_tokens=2)]
     client.deliver(batch((torn.request_id, "c", 2), (whole.request_id, "ok", 0), finished=ends))
     assert torn.finished is None and whole.finished is not None
     assert sent == [Release(request_ids=[whole.request_id]), Resync(request_ids=[torn.request_id])]

@@ -25,6 +25,7 @@ from nanoserve.ipc.messages import (
     EngineInbox,
     FinishReason,
     Release,
+    RepetitionDetection,
     Resync,
     StartProfile,
     TokenBatch,
@@ -173,6 +174,18 @@ def test_a_profile_is_written_beside_the_steps_it_is_of(
     engine.stop()
     events = json.loads(file.read_text())["traceEvents"]
     assert [e["args"]["rows"] for e in events if e["name"] == "step"] == [1] * 4
+
+
+def test_an_output_that_repeats_itself_ends_also_in_a_later_life(engine: Running, peers: Peers) -> None:
+    wanted = {"repetition_detection": RepetitionDetection(3, 1, 2), "max_tokens": 50}
+    peers.send(make_add_request(1, [7, 8, 9], **wanted), make_add_request(2, [7, 8, 9], output=[7, 8, 9, 7], **wanted))
+    peers.send(make_add_request(3, [7, 8, 9], output=[7, 8, 9, 7, 8, 9], **wanted))
+    engine.start()
+    batches = peers.hear_until(lambda heard: finished_ids(heard) == {1, 2, 3})
+    ends = {end.request_id: end for batch in batches for end in batch.finished}
+    assert {end.reason for end in ends.values()} == {FinishReason.REPETITION}
+    assert [ends[number].num_output_tokens for number in (1, 2, 3)] == [6, 6, 6]
+    assert peers.output_of(1) == [7, 8, 9, 7, 8, 9] and peers.output_of(2) == [8, 9]
 
 
 def test_abort_release_and_resync_over_the_wire(model_dir: Path, endpoints: Endpoints, peers: Peers) -> None:
