@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.config import ApiConfig, ServerConfig
+from nanoserve.config import ApiConfig, ObsConfig, ServerConfig
 from nanoserve.ipc.messages import AbortCause, AddRequest, FinishReason, RepetitionDetection
 from tests.integration.api_ring import Api, loaded_api
 
@@ -171,6 +171,13 @@ async def test_a_request_is_logged_from_the_moment_it_is_asked_for(api: Api, cap
     await api.post("/configure_logging", {"log_requests": False})
     await api.post(COMPLETIONS, body)
     assert len(lines()) == 3 and not any("secret" in line for line in lines())
+
+
+async def test_requests_are_logged_from_the_start_where_the_server_was_told_to(tmp_path: Path) -> None:
+    config = ServerConfig(obs=ObsConfig(log_requests=True, log_requests_level="1"))
+    async with loaded_api(tmp_path, config) as api:
+        log = api.process.context.request_log
+        assert (log.is_on, log.level) == (True, 1)
 
 
 @pytest.mark.parametrize(
