@@ -175,6 +175,7 @@ class EngineCore:
             message.sampling,
             priority=message.priority,
             cache_salt=message.cache_salt,
+            share_key=message.share_key,
             arrival_ns=message.arrival_ns,
         )
         try:

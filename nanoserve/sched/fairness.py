@@ -1,17 +1,21 @@
 """Fair shares between API keys: start-time fair queueing (Goyal, Vin, Cheng 1996) over the scheduler's priorities.
 
-Pure; used by `engine.core` with `--scheduling-policy fair`. Each request gets a tag in tokens, and lower tags are
-served first: a key that asks for much gets tags far ahead, one that comes seldom starts at the present. What a request
-asked for and did not use is given back at its end: most chats ask for the whole context and end early. Tags say only
-who goes next, so an idle key saves up nothing and nobody waits while there is room. It lives in the engine because all
-api processes meet there: one clock, one count of places.
+Pure; used by `engine.core`, and `Seats` by the scheduler, with `--scheduling-policy fair`. Each request gets a tag in
+tokens, and lower tags are served first: a key that asks for much gets tags far ahead, one that comes seldom starts at
+the present. What a request asked for and did not use is given back at its end: most chats ask for the whole context and
+end early. Tags say only who goes next, so an idle key saves up nothing and nobody waits while there is room. It lives
+in the engine because all api processes meet there: one clock, one count of places.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from nanoserve.errors import RequestError
+from nanoserve.sched.admission import SchedulerLimits
+from nanoserve.sched.request import Request
 
 _MAX_KEYS = 10_000
 
@@ -108,3 +112,30 @@ class FairShares:
         self._clock.give_back(key, max(held.pop(request_id).num_tokens - num_used, 0))
         if not held:
             del self._held[key]
+
+
+class Seats:
+    """Who of the waiting may take a seat in a step; made for one step of the scheduler.
+
+    With fair shares the last eighth of the seats is kept for keys that hold less than their share, which is 1/(k+1) of
+    all for k keys. So a flood of long answers cannot hold every seat, and whoever comes seldom need not wait for the
+    end of one. Under other policies every seat is anybody's.
+    """
+
+    def __init__(self, limits: SchedulerLimits, running: Iterable[Request]) -> None:
+        self._num_seats = limits.max_num_running
+        self._is_shared = limits.policy == "fair"
+        self._num_open = self._num_seats - (max(1, self._num_seats // 8) if self._num_seats > 1 else 0)
+        self._held = Counter(request.share_key for request in running) if self._is_shared else Counter[str]()
+
+    def is_free_for(self, request: Request) -> bool:
+        """Whether there is one that `request` may take, if there is one at all."""
+        if not self._is_shared or request.is_probe or self._held.total() < self._num_open:
+            return True
+        key = request.share_key
+        share = self._num_seats // (len(self._held.keys() | {key}) + 1)
+        return self._held[key] < max(1, share)
+
+    def take(self, request: Request) -> None:
+        if self._is_shared:
+            self._held[request.share_key] += 1

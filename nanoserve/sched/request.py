@@ -32,6 +32,7 @@ class Request:
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    share_key: str = ""  # whose share of the engine it takes, with fair scheduling
     arrival_ns: int = 0
     # Set by the scheduler from here on.
     sequence: int = 0  # order of admission

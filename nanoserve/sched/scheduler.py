@@ -25,6 +25,7 @@ from nanoserve.sched.block_pool import BlockKey
 from nanoserve.sched.block_tables import BlockTables
 from nanoserve.sched.budget import StepBudget
 from nanoserve.sched.drafts import Drafter
+from nanoserve.sched.fairness import Seats
 from nanoserve.sched.plan import NewRequest, PlanRow, StepPlan, StepResult
 from nanoserve.sched.policy import POLICIES, victim
 from nanoserve.sched.request import Request, RequestStatus, StepOutput, TokenRow
@@ -207,6 +208,7 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan, budget: StepBudget, now_ns: int) -> None:
         keys_in_step = self._keys_in_step(plan)
+        seats = Seats(self.limits, self._running.values())
         index = misfits = 0
         while index < min(len(self._waiting), MAX_PASSED_PER_STEP):
             request = self._waiting[index]
@@ -214,7 +216,7 @@ class Scheduler:
             if num_tokens == 0:
                 break
             hits = self.tables.cached_blocks(request)
-            if self.tables.is_better_later(request, hits, keys_in_step):
+            if not seats.is_free_for(request) or self.tables.is_better_later(request, hits, keys_in_step):
                 index += 1
                 continue
             # One free block per running request stays: without it the newcomer would soon be preempted for their
@@ -228,6 +230,7 @@ class Scheduler:
             for passed in self._waiting[:index]:
                 passed.num_bypasses += 1
             del self._waiting[index]
+            seats.take(request)
             plan.new_requests.append(self._start(request, now_ns))
             num_tokens = min(num_tokens, request.num_tokens - request.num_computed_tokens)
             plan.rows.append(_plan_row(request, num_tokens, list(request.block_ids)))

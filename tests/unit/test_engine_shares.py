@@ -73,6 +73,33 @@ def test_a_key_pays_for_what_it_used_and_not_for_what_it_might_have() -> None:
         assert len(served) <= 3, f"turn {turn} of the chat waits for {served}"
 
 
+@pytest.mark.parametrize("num_seats", [2, 8, 16])
+def test_a_flood_of_long_answers_does_not_hold_every_seat(num_seats: int) -> None:
+    core = make_core(policy="fair", max_num_seqs=num_seats, max_num_queued=99, max_num_batched_tokens=256)
+    for request_id in range(1, 41):
+        core.handle(make_add_request(request_id, max_tokens=200, share_key="flood"))
+    core.step()
+    core.step()
+    open_seats = num_seats - max(1, num_seats // 8)
+    assert core.scheduler.num_running == open_seats
+    core.handle(make_add_request(101, max_tokens=5, share_key="modest"))
+    batch = core.step()
+    assert batch is not None and 101 in batch.request_ids, "it waits for the end of a long answer"
+    for request_id in range(102, 110):
+        core.handle(make_add_request(request_id, max_tokens=100, share_key="another"))
+    core.step()
+    assert open_seats < core.scheduler.num_running <= num_seats
+    assert len(finished_in_order(core, 20_000)) == 49
+
+
+def test_without_fair_shares_every_seat_is_anybodys() -> None:
+    core = make_core(policy="fcfs", max_num_seqs=8, max_num_queued=99)
+    for request_id in range(1, 21):
+        core.handle(make_add_request(request_id, max_tokens=50, share_key="flood"))
+    core.step()
+    assert core.scheduler.num_running == 8
+
+
 def test_a_key_that_was_idle_saves_nothing_up() -> None:
     core = make_core(policy="fair", max_num_seqs=1, max_num_queued=99)
     for request_id in range(1, 41):
