@@ -175,7 +175,8 @@ class Supervisor:
         if wait_s is None:
             raise ChildDied(child, code)
         again = f" in {wait_s:.1f} s" if wait_s else ""
-        self._terminal.line(f"{child.name} (pid {child.pid}) ended with {describe_exit(code)}, restarting{again}")
+        text = f"{child.name} (pid {child.pid}) ended with {describe_exit(code)}, restarting{again}"
+        self._terminal.line(text, logging.WARNING)
         self._publish()
 
     def _restart_due(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from nanoserve.errors import StartupError
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"(?![.-])[\w.-]+/(?![.-])[\w.-]+")  # not ./directory
 
 _TOKENIZER_PATTERNS = ("tokenizer*", "tekken*.json", "vocab*", "merges.txt", "special_tokens_map.json",
                        "added_tokens.json", "chat_template*", "config.json", "generation_config.json")  # fmt: skip

@@ -99,7 +99,9 @@ def main(argv: Sequence[str], out: TextIO = sys.stdout) -> int:
     parser = argparse.ArgumentParser(prog="nanoserve logs", description="the logs of all processes, merged by time")
     parser.add_argument("directory", type=Path, help="the --log-dir of the server")
     parser.add_argument("--process", default="", metavar="NAME", help="only this one: engine-0, detok, ...")
-    parser.add_argument("--level", default="debug", choices=[level.lower() for level in _LEVELS], help="and above")
+    parser.add_argument(
+        "--level", default="debug", choices=[level.lower() for level in _LEVELS], help="and above; watchdog logs always"
+    )
     parser.add_argument("-n", "--lines", type=int, default=0, metavar="N", help="only the last N entries")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what is written from now on")
     options = parser.parse_args(argv)

@@ -26,9 +26,9 @@ class Terminal:
         self._shown = ("", -1.0)
         self._open_line = False
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, level: int = logging.INFO) -> None:
         """A line that stays; it also goes to the supervisor's log."""
-        _log.info("%s", text)
+        _log.log(level, "%s", text)
         prefix = "\r\x1b[K" if self._open_line else ""
         self._open_line = False
         self._write(f"{prefix}{text}\n")
@@ -74,7 +74,7 @@ def _curl(url: str, model: str, model_dir: str, needs_key: bool) -> str:
         body: dict[str, object] = {"model": model, "messages": [{"role": "user", "content": "Say hello."}]}
     else:
         path, body = "/v1/completions", {"model": model, "prompt": "Once upon a time"}
-    body |= {"max_tokens": 32, "stream": True}
+    body |= {"max_tokens": 32, "temperature": 0, "stream": True}
     scheme, _, address = url.partition("+unix://")
     if address:
         url = f"--unix-socket {unquote(address)} {scheme}://localhost"

@@ -235,6 +235,7 @@ def test_names_that_mean_nothing_are_one_line(tmp_path: Path) -> None:
     text.write_text("hi")
     for name, words in (
         ("no-such-model", "no model 'no-such-model'"),
+        ("./no-such-directory", "not a directory"),
         (str(tmp_path / "gone.gguf"), "no file"),
         (str(tmp_path / "gone" / "gone.gguf"), "no file"),
         (str(shard), "one shard of a split model"),
