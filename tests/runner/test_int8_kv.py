@@ -76,7 +76,9 @@ def test_short_contexts(length: int) -> None:
 def test_chunks_and_split_contexts_change_no_bit(name: str) -> None:
     backend = make_native(make_spec(name), kv_dtype=torch.int8)
     whole = _logits(backend, [1100])
-    assert torch.equal(_logits(backend, [1, 2, 3, 5, 12, 13, 16, 48, 100, 57, *[1] * 3, 300, 460, 7, 33, *[1] * 40]), whole)
+    assert torch.equal(
+        _logits(backend, [1, 2, 3, 5, 12, 13, 16, 48, 100, 57, *[1] * 3, 300, 460, 7, 33, *[1] * 40]), whole
+    )
 
 
 @needs_cpu

@@ -63,8 +63,10 @@ def test_chunks_change_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral-long-window", "gemma3"])
 def test_contexts_split_over_threads_change_no_bit(name: str) -> None:
-    """Single tokens, and a few together, behind the fifth cut of 256: each segment by whichever thread, merged in order.
-    Enough of them that another order of merging, whose float32 differences bfloat16 mostly hides, would show."""
+    """Single tokens, and a few together, behind the fifth cut of 256: each segment by whichever thread.
+
+    Enough of them that another order of merging, whose float32 differences bfloat16 mostly hides, would show.
+    """
     backend = make_native(make_spec(name))
     whole = _logits(backend, 1400)
     assert torch.equal(_logits(backend, 1400, [250, *[1] * 12, 900, 90, 5, 30, 13, *[1] * 100]), whole)
