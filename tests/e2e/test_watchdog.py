@@ -49,6 +49,28 @@ def test_a_stuck_loop_is_dumped_then_ended_then_restarted(role: str, start_serve
     assert status == 200 and body["usage"]["completion_tokens"] == 3
 
 
+@pytest.mark.rule(77)
+@pytest.mark.parametrize("role", ["detok", "engine"])
+def test_a_stuck_loop_is_seen_within_two_seconds(role: str, start_server: StartServer) -> None:
+    """Counted from the last token that came round; long before the watchdog's limits, and nothing is lost."""
+    watchdog = ("--watchdog-soft", "5", "--watchdog-hard", "6")
+    server = start_server("sim", *watchdog, "--sim-step-ms", "20", "--fault", f"{role}:stick@100")
+    came: list[float] = []
+    events: list[str] = []
+
+    def read() -> None:
+        for event in server.stream("/v1/completions", {"model": "sim", "prompt": "a b c", "max_tokens": 400}):
+            came.append(time.monotonic())
+            events.append(event)
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        wait_until(lambda: server.get("/health")[0] == 503, 30, "health is wrong")
+        assert came and time.monotonic() - came[-1] < 2.5
+        reading.result(60)
+    assert events[-1] == "[DONE]" and not any('"error"' in event for event in events)
+
+
 def test_native_code_that_holds_the_lock_is_dumped(start_server: StartServer) -> None:
     # A turn some seconds after the start: the timer that was set while the engine loaded allows for more than 8 s.
     server = start_server("sim", "--watchdog-soft", "1", "--watchdog-hard", "0", "--fault", "engine:hold=8@8")
