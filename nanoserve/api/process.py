@@ -7,7 +7,6 @@ share that socket. Everything runs on one event loop but tokenizing and renderin
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import socket
@@ -218,8 +217,6 @@ class ApiProcess:
         self.context.lifecycle.loaded(model)
         await self._turn_ring(model)
         self.context.lifecycle.ring_turned = True
-        gc.collect()
-        gc.freeze()  # what is loaded now stays; later collections need not look at it
         self._link.ready(ring_turned=True)
 
     async def _turn_ring(self, model: ServedModel) -> None:
