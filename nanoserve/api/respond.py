@@ -320,14 +320,19 @@ class Exchange:
     # ---- what happens because time has passed (called by the Pacer) ---------------------------------------
 
     def on_tick(self, now_s: float) -> None:
-        if self._writer is not None:
-            self._look_at_writer(self._writer, now_s)
-        elif self._job.stream:
-            self._comment_if_silent(self._began_s, now_s)
-        job = self._job
+        # Four times a second for every live response: while text flows, no call is made from here.
+        writer, job = self._writer, self._job
+        if writer is not None and writer.blocked_since_s:
+            self._look_at_blocked(writer, now_s)
+        elif writer is not None or job.stream:
+            since_s = self._began_s if writer is None else writer.last_write_s
+            keep_alive_s = self._context.config.api.sse_keep_alive
+            if keep_alive_s and now_s - since_s >= keep_alive_s:
+                self._silent_since_s = since_s
+                self._outlet.wake()
         if job.timeout_s is not None and now_s - self._began_s >= job.timeout_s:
             self._context.client.expire(self._streams)
-        elif self._waits_too_long(now_s):
+        elif not self._streams[0].first_ns and self._waits_too_long(now_s):
             self._queue_expired = True
             self._outlet.wake()
 
@@ -341,17 +346,8 @@ class Exchange:
             return False
         return not any(stream.first_ns or stream.accepted is not None for stream in self._streams)
 
-    def _comment_if_silent(self, since_s: float, now_s: float) -> None:
-        keep_alive_s = self._context.config.api.sse_keep_alive
-        if keep_alive_s and now_s - since_s >= keep_alive_s:
-            self._silent_since_s = since_s
-            self._outlet.wake()
-
-    def _look_at_writer(self, writer: Writer, now_s: float) -> None:
+    def _look_at_blocked(self, writer: Writer, now_s: float) -> None:
         """A client that does not read keeps only so much: beyond the cap or the time its connection is cut."""
-        if not writer.blocked_since_s:
-            self._comment_if_silent(writer.last_write_s, now_s)
-            return
         api = self._context.config.api
         pending = sum(stream.pending_chars for stream in self._streams)
         too_long = api.write_timeout and now_s - writer.blocked_since_s >= api.write_timeout
