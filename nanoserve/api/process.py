@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -100,6 +100,7 @@ class ApiProcess:
         client = EngineClient(ids, outbox.send, time.monotonic_ns, metrics)
         peers = Peers(link.index, {index: peer.send for index, peer in to_peers.items()}, time.monotonic_ns)
         self.context = build_context(config, client, metrics, peers)
+        self._answer_call = partial(answer, self.context)
         self._stop = asyncio.Event()
         self._loading: asyncio.Task[None] | None = None
         self._can_load: asyncio.Future[ServerStatus] = asyncio.get_running_loop().create_future()
@@ -116,9 +117,10 @@ class ApiProcess:
         self._link.ready()
         loop.add_reader(self._link.stop_fd, self._request_stop)
         self._loading = loop.create_task(self._load())
-        tasks = [self._loading, *(loop.create_task(work) for work in (self._receive(), self._tick()))]
+        tasks = [self._loading, loop.create_task(self._tick())]
         for task in tasks:
             task.add_done_callback(self._note_failure)
+        self._inbox.listen(self._on_messages)
         try:
             await self._stop.wait()
             all_finished = await self._drain()
@@ -126,6 +128,7 @@ class ApiProcess:
             loop.remove_reader(self._link.stop_fd)
             self.context.close()
             await edge.close()
+            self._inbox.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -162,23 +165,29 @@ class ApiProcess:
         await _until(lambda: not len(pacer), _CLOSE_S)
         return all_finished
 
-    async def _receive(self) -> None:
-        client, metrics, peers = self.context.client, self.context.metrics, self.context.peers
-        answer_call = partial(answer, self.context)
-        while True:
-            for message in await self._inbox.receive():
-                if isinstance(message, TextBatch):
-                    client.deliver(message)
-                    metrics.note_batch(message)
-                    self.context.admission.drain.note_ended(metrics.num_ended, self.context.clock_s())
-                elif isinstance(message, ApiCall):
-                    peers.take_call(message, answer_call)
-                elif isinstance(message, ApiReply):
-                    peers.take_reply(message)
-                else:
-                    self._on_status(message)
-            client.flush()
+    def _on_messages(self, messages: Sequence[ApiInbox]) -> None:
+        try:
+            for message in messages:
+                self._on_message(message)
+            self.context.client.flush()
             self.context.pumps.run()
+        except Exception as error:
+            self._failure = self._failure or error
+            self._stop.set()
+
+    def _on_message(self, message: ApiInbox) -> None:
+        context = self.context
+        if isinstance(message, TextBatch):
+            context.client.deliver(message)
+            context.metrics.note_batch(message)
+            if message.engine_stats is not None:
+                context.admission.drain.note_ended(context.metrics.num_ended, context.clock_s())
+        elif isinstance(message, ApiCall):
+            context.peers.take_call(message, self._answer_call)
+        elif isinstance(message, ApiReply):
+            context.peers.take_reply(message)
+        else:
+            self._on_status(message)
 
     async def _tick(self) -> None:
         """The turning loop: feeds the watchdog and everything that waits for time."""

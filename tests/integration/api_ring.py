@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -124,9 +124,17 @@ class FakeRing:
         self.sent: dict[int, int] = {}  # tokens sent per request
 
     async def run(self) -> None:
-        while True:
-            for message in await self._inbox.receive():
+        came = asyncio.Event()
+
+        def take(messages: Sequence[EngineInbox]) -> None:
+            for message in messages:
                 self._take(message)
+            came.set()
+
+        self._inbox.listen(take)
+        while True:
+            await came.wait()
+            came.clear()
             async with self.changed:
                 self.changed.notify_all()
 
