@@ -12,6 +12,7 @@ Callbacks of tests and their helpers are not watched: they may write files.
 from __future__ import annotations
 
 import asyncio
+import gc
 import concurrent.futures.thread  # noqa: F401  # asyncio loads it at its first use, on the loop
 import os
 import re
@@ -108,6 +109,8 @@ def _hook() -> None:
 def guarded_loop() -> Iterator[LoopGuard]:
     """Watches the loop of this thread. AssertionError at the end for what was found."""
     global _active
+    # A test session holds hundreds of thousands of objects: a full collection takes a second, of whatever turn it falls in.
+    gc.freeze()
     _hook()
     with LoopGuard() as guard:
         asyncio.events.Handle._run = lambda handle: guard.run(handle)  # type: ignore[method-assign]
