@@ -12,8 +12,8 @@ Callbacks of tests and their helpers are not watched: they may write files.
 from __future__ import annotations
 
 import asyncio
-import gc
 import concurrent.futures.thread  # noqa: F401  # asyncio loads it at its first use, on the loop
+import gc
 import os
 import re
 import sys
@@ -109,7 +109,7 @@ def _hook() -> None:
 def guarded_loop() -> Iterator[LoopGuard]:
     """Watches the loop of this thread. AssertionError at the end for what was found."""
     global _active
-    # A test session holds hundreds of thousands of objects: a full collection takes a second, of whatever turn it falls in.
+    # A test session holds hundreds of thousands of objects: a full collection takes a second of whatever turn it meets.
     gc.freeze()
     _hook()
     with LoopGuard() as guard:
