@@ -10,7 +10,7 @@ in the engine because all api processes meet there: one clock, one count of plac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from nanoserve.errors import RequestError
@@ -43,6 +43,12 @@ class FairClock:
     def started(self, tag: int) -> None:
         """A request with this tag is being served: the present is there."""
         self._now = max(self._now, tag)
+
+
+def _equal_share(num_places: int, holders: Collection[str], key: str) -> int:
+    """What `key` may hold beside the others that hold some, so that whoever comes next finds a place; at least one."""
+    num_keys = len(holders) + (key not in holders)
+    return max(1, num_places // (num_keys + 1))
 
 
 class _Place(NamedTuple):
@@ -82,8 +88,7 @@ class FairShares:
         """
         resumed = resumed or 0 < arrival_ns < self._since_ns
         held = self._held.get(key, {})
-        num_keys = len(self._held) + (not held)
-        share = max(self._num_places // (num_keys + 1), num_siblings, 1)
+        share = max(_equal_share(self._num_places, self._held.keys(), key), num_siblings)
         if len(held) >= share and not resumed:
             raise RequestError(
                 "This API key has its share of the queue already. Please try again later.",
@@ -133,8 +138,7 @@ class Seats:
         if not self._is_shared or request.is_probe or self._held.total() < self._num_open:
             return True
         key = request.share_key
-        share = self._num_seats // (len(self._held.keys() | {key}) + 1)
-        return self._held[key] < max(1, share)
+        return self._held[key] < _equal_share(self._num_seats, self._held.keys(), key)
 
     def take(self, request: Request) -> None:
         if self._is_shared:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +159,13 @@ async def test_a_loop_that_nobody_can_reach_makes_its_socket_again_by_itself(tmp
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: AsyncInbox[EngineInbox] = AsyncInbox(context, f"ipc://{directory}/x.sock", EngineInbox)
     shutil.rmtree(directory)
-    came: asyncio.Queue[EngineInbox] = asyncio.Queue()
-    inbox.listen(lambda messages: [came.put_nowait(message) for message in messages] and None)
+    came: asyncio.Queue[Sequence[EngineInbox]] = asyncio.Queue()
+    inbox.listen(came.put_nowait)
     await asyncio.sleep(0.05)
     directory.mkdir(mode=0o700)
     outbox = Outbox(context, f"ipc://{directory}/x.sock")
     outbox.send(Release(request_ids=[1]))
-    assert await asyncio.wait_for(came.get(), 10) == Release(request_ids=[1])
+    assert list(await asyncio.wait_for(came.get(), 10)) == [Release(request_ids=[1])]
     outbox.close()
     inbox.close()
     context.term()
