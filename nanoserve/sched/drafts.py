@@ -75,7 +75,7 @@ class Drafter:
             return
         budget = max_num_tokens - sum(row.num_tokens for row in rows)
         # A right draft is worth a row's share of the step, and costs one token. Prompts beside it make a step longer
-        # and drafts cheaper, but what then comes together comes late: they do not count. Worth it from this probability on:
+        # and drafts cheaper, but what then comes together comes late: they do not count. Worth it from this rate on:
         threshold = MARGIN * len(rows) / (STEP_COST_TOKENS + len(rows))
         for row in rows:
             if budget <= 0 or threshold >= 1.0:
