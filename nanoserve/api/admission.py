@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from nanoserve.api.errors import Unavailable
+from nanoserve.shares import equal_share
 
 _WINDOW_S = 30.0
 _GRAIN_S = 0.05  # looks that are closer than this are one
@@ -86,16 +87,15 @@ class Admission:
     def admit(self, num_requests: int, now_s: float, key: str = "") -> None:
         """Counts them in; Unavailable when the limit would be passed. An empty server takes any one request.
 
-        With a `key` (fair scheduling) equal shares: k keys that hold places may have limit/(k+1) each, so that one that
-        floods does not take the places here before the engine, which does the same over all api processes, has spoken.
-        A key that holds nothing may pass its share with one request.
+        With a `key` (fair scheduling) equal shares, so that one that floods does not take the places here before the
+        engine, which does the same over all api processes, has spoken. A key that holds nothing may pass its share with
+        one request.
         """
         if self.num_held and self.num_held + num_requests > self._limit:
             self._refuse(now_s)
         if key:
             held = self._held_by_key.get(key, 0)
-            num_keys = len(self._held_by_key) + (not held)
-            if held and held + num_requests > max(self._limit // (num_keys + 1), 1):
+            if held and held + num_requests > equal_share(self._limit, self._held_by_key, key):
                 self._refuse(now_s)
             self._held_by_key[key] = held + num_requests
         self.num_held += num_requests

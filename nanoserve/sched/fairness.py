@@ -10,12 +10,13 @@ in the engine because all api processes meet there: one clock, one count of plac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from nanoserve.errors import RequestError
 from nanoserve.sched.admission import SchedulerLimits
 from nanoserve.sched.request import Request
+from nanoserve.shares import equal_share
 
 _MAX_KEYS = 10_000
 
@@ -45,22 +46,13 @@ class FairClock:
         self._now = max(self._now, tag)
 
 
-def _equal_share(num_places: int, holders: Collection[str], key: str) -> int:
-    """What `key` may hold beside the others that hold some, so that whoever comes next finds a place; at least one."""
-    num_keys = len(holders) + (key not in holders)
-    return max(1, num_places // (num_keys + 1))
-
-
 class _Place(NamedTuple):
     tag: int
     num_tokens: int  # asked for
 
 
 class FairShares:
-    """Who may have how many of the engine's places, and in which order they are served.
-
-    Of `num_places` k keys that hold some may have 1/(k+1) each, so that whoever comes next finds one.
-    """
+    """Who may have how many of the engine's places (`equal_share`), and in which order they are served."""
 
     def __init__(self, num_places: int, since_ns: int = 0) -> None:
         """`since_ns`: when this engine's life began."""
@@ -88,7 +80,7 @@ class FairShares:
         """
         resumed = resumed or 0 < arrival_ns < self._since_ns
         held = self._held.get(key, {})
-        share = max(_equal_share(self._num_places, self._held.keys(), key), num_siblings)
+        share = max(equal_share(self._num_places, self._held.keys(), key), num_siblings)
         if len(held) >= share and not resumed:
             raise RequestError(
                 "This API key has its share of the queue already. Please try again later.",
@@ -122,9 +114,9 @@ class FairShares:
 class Seats:
     """Who of the waiting may take a seat in a step; made for one step of the scheduler.
 
-    With fair shares the last eighth of the seats is kept for keys that hold less than their share, which is 1/(k+1) of
-    all for k keys. So a flood of long answers cannot hold every seat, and whoever comes seldom need not wait for the
-    end of one. Under other policies every seat is anybody's.
+    With fair shares the last eighth of the seats is kept for keys that hold less than their `equal_share`. So a flood
+    of long answers cannot hold every seat, and whoever comes seldom need not wait for the end of one. Under other
+    policies every seat is anybody's.
     """
 
     def __init__(self, limits: SchedulerLimits, running: Iterable[Request]) -> None:
@@ -138,7 +130,7 @@ class Seats:
         if not self._is_shared or request.is_probe or self._held.total() < self._num_open:
             return True
         key = request.share_key
-        return self._held[key] < _equal_share(self._num_seats, self._held.keys(), key)
+        return self._held[key] < equal_share(self._num_seats, self._held.keys(), key)
 
     def take(self, request: Request) -> None:
         if self._is_shared:

@@ -20,16 +20,18 @@ ALLOWED = {
     "obs": _BASE | {"ipc"},
     "tokenizer": _BASE,
     "stop_regex": set[str](),
+    "shares": set[str](),
     "hub": _BASE | {"obs", "tokenizer"},
-    "sched": _BASE | {"ipc"},
+    "sched": _BASE | {"ipc", "shares"},
     "runner": _BASE | {"ipc", "obs", "hub", "sched", "tokenizer"},
     "engine": _BASE | {"ipc", "obs", "hub", "sched", "runner", "tokenizer"},
     "detok": _BASE | {"ipc", "obs", "hub", "tokenizer", "stop_regex"},
-    "api": _BASE | {"ipc", "obs", "hub", "tokenizer", "stop_regex"},
+    "api": _BASE | {"ipc", "obs", "hub", "tokenizer", "stop_regex", "shares"},
 }
 # The cores that take values and return values: no clock, no socket, no file, no thread.
 _PURE_DETOK = ("incremental", "byte_decoder", "stop_strings", "state", "intake", "emit", "logprobs", "vocabulary")
-PURE = ["nanoserve.sched.", "nanoserve.stop_regex", *(f"nanoserve.detok.{name}" for name in _PURE_DETOK)]
+_PURE_TOP = ("nanoserve.stop_regex", "nanoserve.shares")
+PURE = ["nanoserve.sched.", *_PURE_TOP, *(f"nanoserve.detok.{name}" for name in _PURE_DETOK)]
 IO_MODULES = {
     "asyncio", "io", "logging", "multiprocessing", "os", "pathlib", "queue", "random", "select", "selectors", "shutil",
     "signal", "socket", "subprocess", "tempfile", "threading", "time", "torch", "urllib", "zmq", "aiohttp", "numpy",

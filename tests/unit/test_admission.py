@@ -57,3 +57,17 @@ def test_many_ends_at_once_are_one_look() -> None:
     for step in range(10_000):
         drain.note_ended(step, 1.0 + step * 1e-4)
     assert len(drain._looks) <= 25 and 9_000 <= drain.per_second(2.0) <= 11_000
+
+
+def test_a_key_that_floods_leaves_places_to_others() -> None:
+    admission = Admission(max_running=4, max_queued=8)
+    for _ in range(6):  # half of the places for the only key
+        admission.admit(1, 0.0, "flood")
+    with pytest.raises(Unavailable):
+        admission.admit(1, 0.0, "flood")
+    admission.admit(5, 0.0, "batch")  # one request of many, from a key that holds nothing
+    with pytest.raises(Unavailable):
+        admission.admit(1, 0.0, "batch")
+    admission.leave(5, "batch")
+    admission.leave(6, "flood")
+    assert admission.num_held == 0 and not admission._held_by_key
