@@ -92,13 +92,16 @@ async def test_head_and_options_do_not_fail() -> None:
             assert response.status == 404
 
 
+LONG = b"a" * (ApiConfig().max_header_bytes + 1)
+
+
 @pytest.mark.rule(8, 13)
 @pytest.mark.parametrize(
     ("data", "status"),
     [
-        (b"GET /health HTTP/1.1\r\nHost: x\r\nLong: " + b"a" * 40_000 + b"\r\n\r\n", 431),
-        (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
-        (b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 500 + b"\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nLong: " + LONG + b"\r\n\r\n", 431),
+        (b"GET /" + LONG + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * ApiConfig().max_headers + b"\r\n", 431),
         (b"NONSENSE\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nContent-Length: -5\r\n\r\n", 400),
         (b"\x16\x03\x01\x00\xa5\x01\x00", 400),
@@ -109,6 +112,21 @@ async def test_broken_http_gets_the_envelope_and_is_closed(data: bytes, status: 
         head, _, body = (await raw(api, data)).partition(b"\r\n\r\n")
         assert head.startswith((b"HTTP/1.1 %d" % status, b"HTTP/1.0 %d" % status)), head
         assert json.loads(body)["error"]["code"] == status
+
+
+@pytest.mark.rule(8)
+@pytest.mark.parametrize(("num_bytes", "num_headers"), [(1024, 8), (40_000, 300)])  # aiohttp's own: 8190 and 128
+async def test_header_limits_are_those_of_the_configuration(num_bytes: int, num_headers: int) -> None:
+    """What a limit just allows is served, one more is not."""
+    start = b"GET %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    async with running_api(config(max_header_bytes=num_bytes, max_headers=num_headers)) as api:
+        for over, status in ((0, 200), (1, 431)):
+            long_value = start % b"/health" + b"Long: " + b"a" * (num_bytes - len("Long") + over * len("Long+"))
+            long_path = start % (b"/health?" + b"a" * (num_bytes - len("/health?") + over))
+            many = start % b"/health" + b"\r\n".join([b"A: b"] * (num_headers - 2 + over))
+            for head in (long_value, long_path.removesuffix(b"\r\n"), many):
+                answer = await raw(api, head + b"\r\n\r\n")
+                assert int(answer.split()[1]) == status, (over, head[:80], answer[:200])
 
 
 @pytest.mark.rule(8, 14)
