@@ -9,6 +9,7 @@ import hmac
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from nanoserve.config import ApiConfig
 from nanoserve.errors import RequestError, StartupError
@@ -35,9 +36,11 @@ class Access:
         self._origins = frozenset(config.cors_allow_origins)
 
     def check(self, path: str, headers: Mapping[str, str]) -> None:
-        """RequestError 401 unless the request carries a key that opens `path`."""
+        """RequestError 401 unless the request carries a key that opens `path`; 403 for pages of other origins."""
         if path in OPEN_PATHS:
             return
+        if path in ADMIN_PATHS:
+            self._refuse_foreign_page(headers)
         is_admin = path in ADMIN_PATHS and bool(self._admin)
         allowed = self._admin if is_admin else self._keys and [*self._keys, *self._admin]
         if not allowed:
@@ -50,6 +53,18 @@ class Access:
                 error_type="authentication_error",
                 code="invalid_api_key",
             )
+
+    def _refuse_foreign_page(self, headers: Mapping[str, str]) -> None:
+        """Browsers let any page post without a body, and only keep the answer from it: acting is what must not be."""
+        origin = headers.get("Origin")
+        if origin is None or {"*", origin} & self._origins or urlsplit(origin).netloc == headers.get("Host"):
+            return
+        raise RequestError(
+            "Pages of this origin may not act on the server; `--cors-allow-origins` names those that may.",
+            status=403,
+            error_type="permission_error",
+            code="origin_not_allowed",
+        )
 
     def cors_headers(
         self, origin: str | None, *, preflight: bool = False, asked_headers: str | None = None

@@ -22,11 +22,12 @@ from nanoserve.errors import RequestError
 from nanoserve.ipc.messages import ApiTask, FlushCache, LogChoice, Pause, StartProfile
 
 _CHAT = BodyDecoder(ChatBody)
-_PAUSE = BodyDecoder(PauseBody, unsupported={})
-_ABORT = BodyDecoder(AbortBody, unsupported={})
+_PAUSE = BodyDecoder(PauseBody, unsupported={}, may_be_empty=True)
+_ABORT = BodyDecoder(AbortBody, unsupported={}, may_be_empty=True)
 _LOGGING = BodyDecoder(  # another server's fields for keeping whole requests: texts are nothing that we write
     LoggingBody,
     unsupported=dict.fromkeys(("dump_requests_folder", "dump_requests_threshold", "log_requests_format"), ()),
+    may_be_empty=True,
 )
 _PROFILE = BodyDecoder(ProfileBody, unsupported={"output_dir": (), "start_step": (), "profile_by_stage": (False,)})
 _MAX_PROFILE_STEPS = 10_000  # a file of 10 MB

@@ -45,7 +45,7 @@ async def read_body(request: web.Request) -> bytes:
     415 for an encoding that would be read as if it were none, 503 when all bodies together are too large.
     """
     context = request.app[CONTEXT]
-    if "Content-Type" in request.headers and request.content_type != "application/json":
+    if request.body_exists and "Content-Type" in request.headers and request.content_type != "application/json":
         raise RequestError("Unsupported Media Type: Only 'application/json' is allowed")
     if request.headers.get("Content-Encoding", "identity").lower() not in _ENCODINGS:
         raise http_error(415, "The body's Content-Encoding is not one of gzip, deflate and identity.")

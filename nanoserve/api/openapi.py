@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from nanoserve import __version__
+from nanoserve.api.access import ADMIN_PATHS
 from nanoserve.api.context import CONTEXT
 from nanoserve.api.messages import MessagesBody
 from nanoserve.api.responses import ResponsesBody
@@ -65,6 +66,7 @@ _GETS = {
 _STATUSES = {
     "400": "something in the request is wrong",
     "401": "the API key is missing or wrong",
+    "403": "the page's origin may not act on the server",
     "404": "no such model",
     "405": "the path does not take this method",
     "408": "the body came too slowly",
@@ -144,5 +146,6 @@ def _operation(path: str, words: str, body: str | None, streams: bool) -> dict[s
     operation: dict[str, Any] = {"summary": words, "responses": responses}
     if body is not None:
         schema = {"$ref": f"#/components/schemas/{body}"}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        required = path not in ADMIN_PATHS
+        operation["requestBody"] = {"required": required, "content": {"application/json": {"schema": schema}}}
     return operation

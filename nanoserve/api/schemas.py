@@ -239,7 +239,10 @@ class Decoded(Generic[B]):
 
 
 class BodyDecoder(Generic[B]):
-    """Decodes one kind of body; built once per endpoint. Strict: RequestError 400 that names the field."""
+    """Decodes one kind of body; built once per endpoint. Strict: RequestError 400 that names the field.
+
+    `may_be_empty`: no body at all is one without fields.
+    """
 
     def __init__(
         self,
@@ -247,8 +250,10 @@ class BodyDecoder(Generic[B]):
         *,
         unsupported: dict[str, tuple[Any, ...]] | None = None,
         max_commas: int = _MAX_COMMAS,
+        may_be_empty: bool = False,
     ) -> None:
         self._max_commas = max_commas
+        self._empty = b"{}" if may_be_empty else b""
         self._fields = frozenset(kind.__struct_fields__)
         self._unsupported = UNSUPPORTED if unsupported is None else unsupported
         self._decoder = msgspec.json.Decoder(kind)
@@ -256,6 +261,7 @@ class BodyDecoder(Generic[B]):
 
     def decode(self, data: bytes, *, strict: bool = False) -> Decoded[B]:
         """`strict` refuses unknown keys instead of reporting them."""
+        data = data or self._empty
         if data.count(b",") > self._max_commas:
             raise RequestError("The body has too many values.")
         try:

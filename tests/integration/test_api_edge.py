@@ -68,6 +68,19 @@ async def test_admin_paths_have_their_own_key(tmp_path: Path) -> None:
         assert (await api.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}, Authorization="Bearer root"))[0] == 200
 
 
+@pytest.mark.rule(19)
+async def test_pages_of_other_origins_cannot_act_on_the_server(tmp_path: Path) -> None:
+    """A browser asks nobody before it posts without a body or a type."""
+    foreign, named = {"Origin": "https://b.example"}, {"Origin": "https://a.example"}
+    async with loaded_api(tmp_path, config(cors_allow_origins=("https://a.example",))) as api:
+        for headers, status in ((foreign, 403), ({"Origin": "null"}, 403), (named, 200), ({"Origin": api.url}, 200)):
+            assert (await api.post("/pause_generation", b"", **headers))[0] == status
+            await api.ring.until(lambda paused=status == 200: api.ring.paused is paused)
+            assert (await api.post("/continue_generation", {}))[0] == 200
+            await api.ring.until(lambda: not api.ring.paused)
+        assert (await api.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}, **foreign))[0] == 200
+
+
 async def test_cors_is_off_by_default_and_answers_the_named_origins(tmp_path: Path) -> None:
     asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     async with running_api() as api, api.http.options(api.url + COMPLETIONS, headers=asked) as response:

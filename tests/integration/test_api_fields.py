@@ -190,6 +190,22 @@ async def test_what_cannot_be_logged_is_refused_and_changes_nothing(api: Api, bo
     assert not api.process.context.request_log.is_on
 
 
+@pytest.mark.parametrize("kind", [None, "application/octet-stream", "application/x-www-form-urlencoded"])
+async def test_no_body_is_one_without_fields_where_none_is_needed(api: Api, kind: str | None) -> None:
+    """curl -X POST, curl -d '' and aiohttp's post() send one of these types, or none."""
+    skipped = [] if kind else ["Content-Type"]
+    for path, status in (
+        ("/pause_generation", 200), ("/continue_generation", 200), ("/configure_logging", 200), ("/flush_cache", 200),
+        ("/abort_request", 400), (COMPLETIONS, 400),
+    ):  # fmt: skip
+        headers = {"Content-Type": kind} if kind else {}
+        async with api.http.post(api.url + path, headers=headers, skip_auto_headers=skipped) as response:
+            answer = await response.json()
+            assert response.status == status, (path, answer)
+            if path == "/abort_request":
+                assert answer["error"]["param"] == "rid"
+
+
 async def test_a_profile_is_begun_once_and_says_where_its_file_will_be(api: Api, tmp_path: Path) -> None:
     ring = api.ring
     api.process.context.log_dir = tmp_path
