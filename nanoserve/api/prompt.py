@@ -27,7 +27,7 @@ _ID_LISTS = msgspec.json.Decoder(list[list[int]])
 _EMPTY = "A prompt must be provided and non-empty."
 _SPACES = b" \t\r\n"
 _MAX_ROLE_CHARS = 64
-_BEGINNING = 8  # characters per token of the context: in most languages some two contexts
+_BEGINNING = 8  # characters per token that is looked for: in most languages some two tokens
 _CUT_TOKENS = 64
 
 
@@ -90,10 +90,13 @@ async def encode_prompts(
                 raise RequestError(_EMPTY, param="prompt")
             check_ids(prompt.ids, model.vocab_size, "prompt")
         elif prompt.text is not None:
+            text = prompt.text
             if truncate is None:
-                refuse_by_length(prompt.text, model)
-                await refuse_by_beginning(prompt.text, model, encoder)
-            texts.append(prompt.text)
+                refuse_by_length(text, model)
+                await refuse_by_beginning(text, model, encoder)
+            else:
+                text = await end_of(text, truncate, encoder)
+            texts.append(text)
     encoded = iter(await encoder.encode(texts, add_special_tokens=add_special_tokens) if texts else [])
     rows: list[EncodedPrompt] = []
     for prompt in prompts:
@@ -130,6 +133,24 @@ async def refuse_by_beginning(text: str, model: ServedModel, encoder: Encoder) -
         if at_least >= model.max_model_len:
             raise too_long(at_least, model.max_model_len, at_least=True)
         size *= 4
+
+
+async def end_of(text: str, num_tokens: int, encoder: Encoder) -> str:
+    """The end of a text that holds its last `num_tokens` tokens: the whole of a far longer one is not encoded for them.
+
+    It holds some more, because the first ones after the cut, at a space where there is one, may be others than without.
+    (In one word of thousands of letters it may be all of them: such a text costs no more than any other.)
+    """
+    enough = num_tokens + _CUT_TOKENS
+    size = _BEGINNING * enough
+    while size * 2 <= len(text):
+        cut = text.find(" ", len(text) - size, len(text) - size // 2)
+        end = text[cut if cut > 0 else len(text) - size :]
+        (ids,) = await encoder.encode([end], add_special_tokens=False)
+        if len(ids) >= enough:
+            return end
+        size *= 4
+    return text
 
 
 def too_long(num_prompt_tokens: int, limit: int, *, at_least: bool = False) -> RequestError:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from nanoserve.api.chat_template import ChatTemplate
 from nanoserve.api.encoding import Encoder
 from nanoserve.api.model import ServedModel
-from nanoserve.api.prompt import encode_prompts, fit_max_tokens, normal_messages, parse_prompt
+from nanoserve.api.prompt import Prompt, encode_prompts, fit_max_tokens, normal_messages, parse_prompt
 from nanoserve.errors import RequestError
 from nanoserve.hub.model_files import GenerationDefaults
 from nanoserve.ipc.messages import EngineFacts
@@ -172,40 +172,68 @@ def test_bounds_change_no_meaning() -> None:
 
 
 class WordTokenizer(NoTokenizer):
-    """A token per word, and a count of what it was asked for."""
+    """A token per word, which is its length, and a count of what it was asked for."""
 
     def __init__(self) -> None:
         self.num_chars = 0
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         self.num_chars += len(text)
-        return [1] * len(text.split())
+        return [min(len(word), 9) for word in text.split()]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
 
+class Counted:
+    """Encodes prompts through a WordTokenizer; `num_chars` is what the last one was asked for."""
+
+    def __init__(self) -> None:
+        self.tokenizer = WordTokenizer()
+        self.encoder = Encoder(self.tokenizer)
+        facts = EngineFacts(max_model_len=1000, vocab_size=10, num_blocks=100, block_size=16)
+        # some token of the vocabulary is so long that the bytes alone prove nothing
+        self.model = ServedModel(
+            names=("m",), tokenizer=self.tokenizer, template=None, defaults=GenerationDefaults(), facts=facts,
+            longest_token_bytes=10**6, created=0, fingerprint="",
+        )  # fmt: skip
+
+    async def encode(self, text: str, truncate: int | None = None) -> list[int]:
+        self.tokenizer.num_chars = 0
+        (prompt,) = await encode_prompts(
+            [Prompt(text, None)], self.model, self.encoder, add_special_tokens=True, truncate=truncate
+        )
+        assert prompt.text == text
+        return prompt.ids
+
+    @property
+    def num_chars(self) -> int:
+        return self.tokenizer.num_chars
+
+
+@pytest.fixture
+def counted() -> Iterator[Counted]:
+    made = Counted()
+    yield made
+    made.encoder.close()
+
+
 @pytest.mark.rule(22)
-async def test_a_text_far_too_long_is_refused_by_its_beginning() -> None:
-    tokenizer = WordTokenizer()
-    facts = EngineFacts(max_model_len=1000, vocab_size=10, num_blocks=100, block_size=16)
-    # some token of the vocabulary is so long that the bytes alone prove nothing
-    model = ServedModel(
-        names=("m",), tokenizer=tokenizer, template=None, defaults=GenerationDefaults(), facts=facts,
-        longest_token_bytes=10**6, created=0, fingerprint="",
-    )  # fmt: skip
-    encoder = Encoder(tokenizer)
-
-    async def encode(text: str, truncate: int | None = None) -> int:
-        tokenizer.num_chars = 0
-        prompts = parse_prompt(b'"' + text.encode() + b'"')
-        return len((await encode_prompts(prompts, model, encoder, add_special_tokens=True, truncate=truncate))[0].ids)
-
+async def test_a_text_far_too_long_is_refused_by_its_beginning(counted: Counted) -> None:
     with pytest.raises(RequestError, match="at least") as refused:
-        await encode("a " * 2_000_000)
-    assert refused.value.code == "context_length_exceeded" and tokenizer.num_chars <= 8000
-    assert await encode("a" * 100_000 + " b") == 2  # long, but few tokens
-    assert tokenizer.num_chars <= 250_000
-    assert await encode("a " * 900) == 900 and tokenizer.num_chars == 1800  # nothing twice where it may well fit
-    assert await encode("a " * 100_000, truncate=5) == 5
-    encoder.close()
+        await counted.encode("a " * 2_000_000)
+    assert refused.value.code == "context_length_exceeded" and counted.num_chars <= 8000
+    assert await counted.encode("a" * 100_000 + " b") == [9, 1]  # long, but few tokens
+    assert counted.num_chars <= 250_000
+    assert await counted.encode("a " * 900) == [1] * 900
+    assert counted.num_chars == 1800  # nothing twice where it may well fit
+
+
+@pytest.mark.rule(22)
+async def test_of_a_text_that_is_truncated_only_the_end_is_encoded(counted: Counted) -> None:
+    assert await counted.encode("a " * 2_000_000 + "bb ccc", truncate=5) == [1, 1, 1, 2, 3]
+    assert counted.num_chars <= 1200
+    assert await counted.encode("b " + "a" * 100_000 + " bb", truncate=3) == [1, 9, 2]  # long, but few tokens
+    assert counted.num_chars <= 250_000
+    assert await counted.encode("a " * 400 + "bb", truncate=900) == [1] * 400 + [2]
+    assert counted.num_chars == 802
