@@ -73,7 +73,8 @@ class ThreadsOnly:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._tokenizer, name)
-        return off_the_loop(value) if name in ("encode", "encode_batch", "decode", "decode_batch") else value
+        work = ("encode", "encode_batch", "decode", "decode_batch", "id_to_token")
+        return off_the_loop(value) if name in work else value
 
 
 @pytest.mark.rule(22, 18)
