@@ -55,6 +55,13 @@ class ForwardBackend(Protocol):
         """
         ...
 
+    def forward_drawn(self, batch: ForwardBatch, rows: SampleRows) -> tuple[npt.NDArray[np.integer], torch.Tensor]:
+        """Runs one step and draws a token for each of `rows` from its logits, as `choose` does.
+
+        Returns the tokens, and the logits as `forward` does.
+        """
+        ...
+
     def choose(self, logits: torch.Tensor, rows: SampleRows) -> npt.NDArray[np.integer]:
-        """Draws a token for each row of logits [S, vocab_size], as `sampler.choose` does; -1 where there is none."""
+        """Draws a token for each row from logits [N, vocab_size], as `sampler.choose` does; -1 where there is none."""
         ...

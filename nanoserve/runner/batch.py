@@ -301,6 +301,7 @@ class RequestTable:
             min_p=columns.min_p[places],
             seeds=columns.seeds[places],
             positions=positions,
+            logit_rows=rows.sampled_logits.astype(np.int32),
             edits=edits,
         )
 

@@ -13,7 +13,7 @@ import torch
 
 from nanoserve.runner.backend import ForwardBackend
 from nanoserve.runner.batch import RequestTable, StepRows
-from nanoserve.runner.sampler import Sampled, sample
+from nanoserve.runner.sampler import add_edited
 from nanoserve.runner.scores import score_tokens
 from nanoserve.sched.plan import RowError, StepPlan, StepResult, StepTimes, TokenScores
 
@@ -26,7 +26,7 @@ class _Drawn:
 
     rows: np.ndarray  # int64, of the StepRows
     ahead: np.ndarray  # int64 tokens of the same row before this one
-    logits: np.ndarray  # int64 row of the sampled logits it was drawn from
+    logits: np.ndarray  # int64 row of the logits it was drawn from
     token_ids: np.ndarray
     broken: np.ndarray  # bool: nothing could be drawn; only a row's first token
 
@@ -55,32 +55,22 @@ class ModelRunner:
             result.times = StepTimes(prepared - began)
             return result
         if rows.greedy:
-            token_ids = self._backend.forward_greedy(rows.forward)
+            token_ids: np.ndarray = self._backend.forward_greedy(rows.forward)
             forwarded = time.perf_counter()
-            self._take(plan, rows, _accepted(rows, Sampled(token_ids, token_ids < 0)), result)
+            drawn = _accepted(rows, token_ids)
         else:
-            logits = self._backend.forward(rows.forward)
-            if logits.device.type != "cpu":
-                torch.cuda.synchronize(logits.device)  # so that the times below mean what they say
+            asked = self._table.sample_rows(rows)
+            token_ids, logits = self._backend.forward_drawn(rows.forward, asked.without_edits())
             forwarded = time.perf_counter()
             with torch.inference_mode():
-                self._finish(plan, rows, logits, result)
+                drawn = _accepted(rows, add_edited(token_ids, logits, asked, self._backend.choose))
+                self._score(plan, rows, drawn, logits, result)
+        self._take(plan, rows, drawn, result)
         result.times = StepTimes(prepared - began, forwarded - prepared, time.perf_counter() - forwarded)
         return result
 
     def close(self) -> None:
         """Nothing to end: the backend's memory goes with the process."""
-
-    def _finish(self, plan: StepPlan, rows: StepRows, logits: torch.Tensor, result: StepResult) -> None:
-        if len(rows.prompt_scored):
-            self._score_prompts(plan, rows, logits, result)
-        if not len(rows.sampled):
-            return
-        every_row = rows.logit_index is None  # then the logits are those of the sampled rows, in their order
-        sampled_logits = logits if every_row else logits[torch.from_numpy(rows.sampled_logits).to(logits.device)]
-        drawn = _accepted(rows, sample(sampled_logits, self._table.sample_rows(rows), self._backend.choose))
-        self._score_sampled(plan, rows, drawn, sampled_logits, result)
-        self._take(plan, rows, drawn, result)
 
     def _take(self, plan: StepPlan, rows: StepRows, drawn: _Drawn, result: StepResult) -> None:
         """Tokens into the result and the kept state; a row without one becomes an error."""
@@ -93,9 +83,9 @@ class ModelRunner:
         result.token_ids = drawn.token_ids.tolist()
         self._table.append(rows.places[drawn.rows], drawn.ahead, drawn.token_ids)
 
-    def _score_sampled(
-        self, plan: StepPlan, rows: StepRows, drawn: _Drawn, logits: torch.Tensor, result: StepResult
-    ) -> None:
+    def _score(self, plan: StepPlan, rows: StepRows, drawn: _Drawn, logits: torch.Tensor, result: StepResult) -> None:
+        if len(rows.prompt_scored):
+            self._score_prompts(plan, rows, logits, result)
         num_top = self._table.num_logprobs(rows.places[drawn.rows])
         asking = np.flatnonzero((num_top >= 0) & ~drawn.broken)
         if not len(asking):
@@ -117,24 +107,25 @@ class ModelRunner:
             result.prompt_scores[request_id] = score_tokens(logits, where, targets, num_top)
 
 
-def _accepted(rows: StepRows, sampled: Sampled) -> _Drawn:
+def _accepted(rows: StepRows, token_ids: np.ndarray) -> _Drawn:
     """Leaves out what was drawn after a wrong draft, or where nothing could be drawn after a right one.
 
     Of the latter the request hears in its next step, as it would have without drafts. Each token was drawn with the
     uniform number of its own output position, from logits and counts that hold the drafts before it; if those are
     right, it is the token of a step without drafts. Comparing is all there is to acceptance, sampled or greedy.
     """
-    every = _Drawn(rows.sampled, rows.ahead, np.arange(len(rows.sampled)), sampled.token_ids, sampled.broken)
+    broken = token_ids < 0
+    every = _Drawn(rows.sampled, rows.ahead, rows.sampled_logits, token_ids, broken)
     if not rows.drafts:
         return every
     kept = np.ones(len(rows.sampled), dtype=bool)
     for row, drafts in rows.drafts.items():
         first = int(np.searchsorted(rows.sampled, row))
         end = first + 1 + len(drafts)
-        wrong = np.flatnonzero((sampled.token_ids[first : end - 1] != drafts) | sampled.broken[first : end - 1])
+        wrong = np.flatnonzero((token_ids[first : end - 1] != drafts) | broken[first : end - 1])
         if len(wrong):
             kept[first + 1 + int(wrong[0]) : end] = False
-        kept[first + 1 : end] &= ~sampled.broken[first + 1 : end]
+        kept[first + 1 : end] &= ~broken[first + 1 : end]
     return every.only(kept)
 
 

@@ -69,6 +69,11 @@ class TorchBackend:
         greedy: Int32 = torch.where(torch.isfinite(top), token_ids, -1).to(torch.int32).cpu().numpy()
         return greedy
 
+    def forward_drawn(self, batch: ForwardBatch, rows: SampleRows) -> tuple[np.ndarray, torch.Tensor]:
+        logits = self.forward(batch)
+        with torch.inference_mode():
+            return choose(logits, rows), logits
+
     def choose(self, logits: torch.Tensor, rows: SampleRows) -> np.ndarray:
         return choose(logits, rows)
 

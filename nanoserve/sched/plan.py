@@ -69,6 +69,8 @@ class RowError(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepTimes(msgspec.Struct, array_like=True, frozen=True):
+    """Draws that a backend makes within its forward pass count there; `sample` is what is left to do with them."""
+
     build_seconds: float = 0.0
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0

@@ -176,6 +176,10 @@ class FakeBackend:
         last = batch.token_ids[batch.logit_tokens]
         return np.where(last == 13, -1, (last + 1) % tiny.VOCAB)
 
+    def forward_drawn(self, batch: ForwardBatch, rows: SampleRows) -> tuple[np.ndarray, torch.Tensor]:
+        logits = self.forward(batch)
+        return choose(logits, rows), logits
+
     def choose(self, logits: torch.Tensor, rows: SampleRows) -> np.ndarray:
         return choose(logits, rows)
 

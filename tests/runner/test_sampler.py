@@ -19,7 +19,7 @@ from nanoserve.runner.native import draw as native_draw
 from nanoserve.runner.native.build import NativeUnavailable, default_cache_dir, library_path
 from nanoserve.runner.native.library import load_library
 from nanoserve.runner.philox import uniforms
-from nanoserve.runner.sampler import SampleRows, sample
+from nanoserve.runner.sampler import SampleRows, add_edited
 from nanoserve.runner.scores import score_tokens
 from nanoserve.sched.plan import NewRequest
 
@@ -56,8 +56,8 @@ def way_to_choose(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def draw(logits: torch.Tensor, rows: list[Row]) -> list[int]:
-    sampled = sample(logits, as_rows(rows), choose)
-    return [-1 if broken else token for token, broken in zip(sampled.token_ids, sampled.broken, strict=True)]
+    asked = as_rows(rows)
+    return add_edited(choose(logits, asked.without_edits()), logits, asked, choose).tolist()
 
 
 def as_rows(rows: list[Row]) -> SampleRows:
@@ -71,6 +71,7 @@ def as_rows(rows: list[Row]) -> SampleRows:
         min_p=column("min_p", np.float32),
         seeds=column("seed", np.int64),
         positions=np.array([len(row.output) for row in rows], dtype=np.int64),
+        logit_rows=np.arange(len(rows), dtype=np.int32),
         edits=[(index, row.edits, len(row.output)) for index, row in enumerate(rows) if row.edits],
     )
 

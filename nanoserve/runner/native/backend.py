@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from nanoserve.runner.native.prefault import LEAST_BYTES, Prefault
 from nanoserve.runner.sampler import SampleRows
 
 _PAGE_TOKENS = 16
+_LINE_FLOATS = 16  # of a cache line
 _MAX_HEAD_DIM = 1024  # rotate_head keeps one head on its stack
 _LAYER_MATRICES = ("qkv", "output", "gate_up", "down")
 _LAYER_VECTORS = ("input_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm", "q_norm", "k_norm")
@@ -99,7 +101,7 @@ class NativeBackend:
         self._kv: np.ndarray | None = None
         self._prefault: Prefault | None = None
         self._num_blocks = 0
-        self._logits = torch.empty(0)
+        self._logits = torch.empty(0, _logit_stride(spec.vocab_size))
         self.greedy_ids: Int32 = np.empty(0, np.int32)
         self._model: int | None = self._make_model(threads)
 
@@ -117,12 +119,16 @@ class NativeBackend:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """One step: float32 logits [S, vocab_size], valid until the next call; `greedy_ids` are their argmax."""
-        rows = len(batch.logit_tokens)
-        if rows * self._spec.vocab_size > self._logits.numel():
-            # Kept, because fresh memory of this size costs a page fault every 4 KiB: 1-2 ms a step at 64 rows.
-            self._logits = torch.empty(rows * self._spec.vocab_size)
-        self._run(batch, self._logits.data_ptr() if rows else 0)
-        return self._logits[: rows * self._spec.vocab_size].view(rows, self._spec.vocab_size)
+        logits = self._logits_of(batch)
+        self._run(batch, logits.data_ptr())
+        return logits
+
+    def forward_drawn(self, batch: ForwardBatch, rows: SampleRows) -> tuple[Int32, torch.Tensor]:
+        """One step that ends with the draws: its threads are awake, and share them."""
+        logits = self._logits_of(batch)
+        draws = draw.Draws.of(rows, logits)
+        self._run(batch, logits.data_ptr(), ctypes.byref(draws.raw))
+        return draws.token_ids, logits
 
     def forward_greedy(self, batch: ForwardBatch) -> Int32:
         """One step that only tells the likeliest token of each logit row, -1 where the row is not finite."""
@@ -171,7 +177,15 @@ class NativeBackend:
         except AttributeError:  # a constructor that raised, or the end of the interpreter
             pass
 
-    def _run(self, batch: ForwardBatch, logits: int) -> None:
+    def _logits_of(self, batch: ForwardBatch) -> torch.Tensor:
+        """Room for the logits of a step, kept: fresh memory of this size costs a page fault every 4 KiB, 1-2 ms a step
+        at 64 rows."""
+        rows = len(batch.logit_tokens)
+        if rows > len(self._logits):
+            self._logits = torch.empty(rows, self._logits.shape[1])
+        return self._logits[:rows, : self._spec.vocab_size]
+
+    def _run(self, batch: ForwardBatch, logits: int, draws: Any = None) -> None:
         assert self._kv is not None and self._model is not None, "allocate_kv comes first, close last"
         rows, width = batch.block_tables.shape
         parts = (batch.token_ids, batch.positions, batch.row_starts, batch.block_tables.reshape(-1), batch.logit_tokens)
@@ -179,13 +193,14 @@ class NativeBackend:
         ends = itertools.accumulate(len(part) for part in parts)
         starts = [flat.ctypes.data + 4 * end for end in (0, *ends)]
         greedy_ids = np.empty(len(batch.logit_tokens), np.int32)
-        raw = Batch(len(batch.token_ids), rows, width, len(greedy_ids), self._max_positions, -1, *starts[:-1])
+        sizes = len(batch.token_ids), rows, width, len(greedy_ids), self._logits.shape[1], self._max_positions
+        raw = Batch(*sizes, -1, *starts[:-1])
         # An index out of range in a step would end the process, or worse.
         if fault := self._library.ns_model_check(self._model, ctypes.byref(raw)):
             raise ValueError(self._fault(fault))
         if self._prefault is not None:
             self._prefault.use(raw.highest_block)
-        if self._library.ns_model_step(self._model, ctypes.byref(raw), logits, greedy_ids.ctypes.data):
+        if self._library.ns_model_step(self._model, ctypes.byref(raw), logits, greedy_ids.ctypes.data, draws):
             raise MemoryError(f"no memory for a step of {len(batch.token_ids)} tokens")
         self.greedy_ids = greedy_ids
 
@@ -272,6 +287,12 @@ class NativeBackend:
             few_panels=self._packed.address(f"{section}_few"),
             bias=self._packed.address(f"{section}_bias"),
         )
+
+
+def _logit_stride(vocab_size: int) -> int:
+    """Floats from row to row of the logits: whole cache lines, and one more, because rows at a distance of a power of
+    two would all lie in the same few sets of each cache."""
+    return -(-vocab_size // _LINE_FLOATS) * _LINE_FLOATS + _LINE_FLOATS
 
 
 def _rope_tables(rope: RopeSpec, spec: ModelSpec, positions: int) -> tuple[torch.Tensor, torch.Tensor]:

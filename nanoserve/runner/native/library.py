@@ -76,16 +76,17 @@ class Layer(Structure):
 
 class Batch(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("tokens", "rows", "max_blocks", "logit_rows", "max_positions", "highest_block")),
+        *((name, c_int32) for name in ("tokens", "rows", "max_blocks", "logit_rows", "logit_stride")),
+        *((name, c_int32) for name in ("max_positions", "highest_block")),
         *((name, c_void_p) for name in ("token_ids", "positions", "row_starts", "block_tables", "logit_tokens")),
     ]
 
 
 class Draw(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("rows", "vocab")),
-        *((name, c_void_p) for name in ("logits", "temperature", "top_p", "min_p", "top_k", "seeds", "positions")),
-        ("token_ids", c_void_p),
+        *((name, c_int32) for name in ("rows", "vocab", "logit_stride")),
+        *((name, c_void_p) for name in ("logits", "logit_rows", "temperature", "top_p", "min_p", "top_k", "seeds")),
+        *((name, c_void_p) for name in ("positions", "token_ids")),
     ]
 
 
@@ -94,7 +95,7 @@ _SIGNATURES = {
     "ns_model_set_layer": (None, [c_void_p, c_int32, POINTER(Layer)]),
     "ns_model_set_kv": (None, [c_void_p, c_void_p, c_int64]),
     "ns_model_check": (c_int32, [c_void_p, POINTER(Batch)]),
-    "ns_model_step": (c_int32, [c_void_p, POINTER(Batch), c_void_p, c_void_p]),
+    "ns_model_step": (c_int32, [c_void_p, POINTER(Batch), c_void_p, c_void_p, POINTER(Draw)]),
     "ns_model_draw": (c_int32, [c_void_p, POINTER(Draw)]),
     "ns_model_slow_thread": (None, [c_void_p, c_int32, c_int32]),
     "ns_model_free": (None, [c_void_p]),

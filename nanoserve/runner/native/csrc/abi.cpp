@@ -89,9 +89,9 @@ int32_t ns_model_check(const NsModel* handle, NsBatch* batch) {
     return kFine;
 }
 
-int32_t ns_model_step(NsModel* handle, const NsBatch* batch, float* logits, int32_t* greedy) {
+int32_t ns_model_step(NsModel* handle, const NsBatch* batch, float* logits, int32_t* greedy, const NsDraw* draw) {
     try {
-        return Step(handle->model, *batch, logits, greedy).run() ? 0 : -1;
+        return Step(handle->model, *batch, logits, greedy, draw).run() ? 0 : -1;
     } catch (const std::bad_alloc&) {
         return -1;
     }

@@ -279,8 +279,8 @@ double uniform_of(uint64_t seed, uint64_t position) {
 
 int draw_row(const NsDraw& draw, int index, Scratch& scratch) {
     const float temperature = draw.temperature[index];
-    Row row{draw.logits + static_cast<size_t>(index) * draw.vocab, draw.vocab, 0, 1.44269504f / temperature,
-            draw.min_p[index], draw.top_p[index], draw.top_k[index], 0};
+    const float* logits = draw.logits + static_cast<size_t>(draw.logit_rows[index]) * draw.logit_stride;
+    Row row{logits, draw.vocab, 0, 1.44269504f / temperature, draw.min_p[index], draw.top_p[index], draw.top_k[index], 0};
     const int top = find_top(row);
     if (top < 0 || temperature < kGreedyTemperature) return top;
     row.uniform = uniform_of(static_cast<uint64_t>(draw.seeds[index]), static_cast<uint64_t>(draw.positions[index]));
@@ -293,12 +293,15 @@ int draw_row(const NsDraw& draw, int index, Scratch& scratch) {
 
 }  // namespace
 
+void draw_token(const NsDraw& draw, int row) {
+    thread_local Scratch scratch;
+    draw.token_ids[row] = draw_row(draw, row, scratch);
+}
+
 void draw_tokens(const NsDraw& draw, Team* team) {
     std::atomic<int> next{0};
     const auto work = [&](int) {
-        thread_local Scratch scratch;
-        for (int row; (row = next.fetch_add(1, std::memory_order_relaxed)) < draw.rows;)
-            draw.token_ids[row] = draw_row(draw, row, scratch);
+        for (int row; (row = next.fetch_add(1, std::memory_order_relaxed)) < draw.rows;) draw_token(draw, row);
     };
     if (team && draw.rows > 1) team->run_with_whoever_comes(work);
     else work(0);

@@ -5,7 +5,8 @@
 
 namespace ns {
 
-// One token for each row; see NsDraw. A row's token depends on nothing but the row.
+// One token for a row, or for each; see NsDraw. A row's token depends on nothing but the row.
+void draw_token(const NsDraw& draw, int row);
 void draw_tokens(const NsDraw& draw, Team* team);
 
 }  // namespace ns

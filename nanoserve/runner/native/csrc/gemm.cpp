@@ -14,14 +14,26 @@ constexpr int kTileRows = 12;
 // x rows that stay in the L2 cache while weights stream past them.
 constexpr size_t kSlabBytes = 480 << 10;
 
+// KV pages that one tile fetches at the most: more would crowd out the misses of its own operands.
+constexpr int kMostPages = 4;
+
 struct Tile {
     const GemmJob& job;
     const uint8_t* packed;  // the panel as stored
     bf16* decoded;          // where a quantized panel goes in the kBf16 form, for the tiles after the first
     int panel;              // its index
     const uint8_t* ahead;   // prefetched evenly over the tile
-    int ahead_lines;        // per 32 k
+    int ahead_lines = 0;    // per 32 k
+    const uint8_t* kv_pages[kMostPages] = {};  // fetched evenly over the tile, too
+    int num_kv_pages = 0;
+    int kv_lines = 0;  // per page and 32 k
 };
+
+inline __attribute__((always_inline)) void fetch_kv(const Tile& tile, int k0) {
+    const size_t begin = static_cast<size_t>(k0 / kGroup) * tile.kv_lines * 64;
+    for (int page = 0; page < tile.num_kv_pages; ++page)
+        for (int line = 0; line < tile.kv_lines; ++line) prefetch_far(tile.kv_pages[page] + begin + line * 64);
+}
 
 template <int ROWS>
 inline __attribute__((always_inline)) void finish_logits(const Tile& tile, int row, __m512 (&acc)[ROWS][2]) {
@@ -83,6 +95,17 @@ inline __attribute__((always_inline)) void finish(const Tile& tile, int row, __m
     }
 }
 
+// Fetches, to be written, where the tile's logits go: lines that nobody has touched since the last step.
+template <int ROWS>
+inline __attribute__((always_inline)) void prefetch_logits(const Tile& tile, int row) {
+    if (tile.job.epilogue != Epilogue::kLogits || !tile.job.out) return;
+    const float* out = static_cast<float*>(tile.job.out) + static_cast<size_t>(row) * tile.job.ld + tile.panel * kPanel;
+    for (int i = 0; i < ROWS; ++i, out += tile.job.ld) {
+        __builtin_prefetch(out, 1);
+        __builtin_prefetch(out + 16, 1);
+    }
+}
+
 template <int ROWS>
 inline __attribute__((always_inline)) void multiply_pair(const bf16* x, int k, __m512bh low, __m512bh high,
                                                          __m512 (&acc)[ROWS][2]) {
@@ -104,8 +127,10 @@ void run_plain(const Tile& tile, int row) {
     const bf16* w = reinterpret_cast<const bf16*>(tile.packed);
     const uint8_t* ahead = tile.ahead;
     __m512 acc[ROWS][2] = {};
+    prefetch_logits<ROWS>(tile, row);
     for (int k0 = 0; k0 < k; k0 += kGroup) {
         for (int line = 0; line < tile.ahead_lines; ++line, ahead += 64) prefetch(ahead);
+        fetch_kv(tile, k0);
         for (int j = k0; j < k0 + kGroup; j += 2, w += 2 * kPanel)
             multiply_pair<ROWS>(x + j, k, load_pairs(w), load_pairs(w + kPanel), acc);
     }
@@ -121,6 +146,7 @@ void run_decoding(const Tile& tile, int row) {
     const uint8_t *group = tile.packed, *ahead = tile.ahead;
     for (int k0 = 0; k0 < k; k0 += kGroup, group += group_bytes(FORMAT), ahead += group_bytes(FORMAT)) {
         prefetch_group(ahead, FORMAT);
+        fetch_kv(tile, k0);
         Columns low, high;
         low.start(group, 0);
         high.start(group, 1);
@@ -183,6 +209,30 @@ struct Cut {
     int items(int m) const { return (m + slab - 1) / slab * panels; }
 };
 
+// A product's KV pages, shared evenly over its tiles.
+class KvShare {
+ public:
+    KvShare(const KvPages& kv, int item, int items, int k)
+        : kv_(kv), next_(share_of(item, items)), end_(share_of(item + 1, items)) {
+        const int lines = static_cast<int>(kv.page_bytes / 64), groups = k / kGroup;
+        lines_ = (lines + groups - 1) / groups;
+    }
+    // To one of the item's tiles of which `left`, this one included, are still to come.
+    void give(Tile& tile, int left) {
+        const int count = (end_ - next_ + left - 1) / left;
+        tile.num_kv_pages = std::min(count, kMostPages);
+        tile.kv_lines = lines_;
+        for (int i = 0; i < tile.num_kv_pages; ++i)
+            tile.kv_pages[i] = kv_.layer + kv_.pages[next_ + i] * kv_.page_bytes;
+        next_ += count;
+    }
+
+ private:
+    int share_of(int item, int items) const { return Phases::share_begin(kv_.count, item, items); }
+    const KvPages& kv_;
+    int next_, end_, lines_ = 0;
+};
+
 }  // namespace
 
 int gemm_items(const Linear& weight, int m) { return Cut(weight, m).items(m); }
@@ -206,7 +256,8 @@ void gemm(Phases& phases, int thread, const GemmJob& job, bf16* scratch) {
         const uint8_t* ahead = next < 0 ? job.next_phase : form.panels + next % cut.panels * bytes;
         if (!ahead) ahead = packed;  // nothing to fetch: lines that are here already
         const int end = std::min(begin + cut.slab, job.m), tiles = (end - begin + kTileRows - 1) / kTileRows;
-        Tile tile{job, packed, scratch, panel, ahead, 0};
+        KvShare kv(job.kv_ahead, item, cut.items(job.m), weight.k);
+        Tile tile{job, packed, scratch, panel, ahead};
         int format = form.format;
         if (format != kBf16 && end - begin > kFusedRows) {
             format == kQ4 ? decode_panel<Q4Columns, kQ4>(tile) : decode_panel<Q8Columns, kQ8>(tile);
@@ -220,6 +271,7 @@ void gemm(Phases& phases, int thread, const GemmJob& job, bf16* scratch) {
         }
         for (int i = 0, row = begin; i < tiles; ++i) {  // rows spread evenly: 32 is 11 + 11 + 10, not 12 + 12 + 8
             const int rows = (end - row + tiles - i - 1) / (tiles - i);
+            kv.give(tile, tiles - i);
             tile_function(format, rows)(tile, row);
             tile.ahead += static_cast<size_t>(tile.ahead_lines) * 64 * (weight.k / kGroup);
             row += rows;

@@ -16,7 +16,9 @@ enum Format : int { kBf16 = 0, kQ8 = 1, kQ4 = 2 };
 
 constexpr int kPanel = 32;
 constexpr int kGroup = 32;
-constexpr int kFewRows = 8;  // from here on decoding costs more than the memory traffic it saves
+constexpr int kFewRows = 12;  // from here on decoding costs more than the memory traffic it saves
+// From this many rows on, arithmetic bounds a product and DRAM has time for other things.
+constexpr int kBusyRows = 24, kBusyQuantizedRows = 5;
 
 struct Form {
     int format = kBf16;
@@ -30,6 +32,9 @@ struct Linear {
     Form few;  // optional second form of the same weights, quicker where few rows make memory the bound
     const float* bias = nullptr;  // [n] or null
     const Form& form(int rows) const { return few.panels && rows <= kFewRows ? few : main; }
+    bool leaves_dram_idle(int rows) const {
+        return rows >= (form(rows).format == kBf16 ? kBusyRows : kBusyQuantizedRows);
+    }
 };
 
 inline int num_panels(int n) { return (n + kPanel - 1) / kPanel; }
@@ -64,6 +69,14 @@ struct Best {
     int index;
 };
 
+// Pages of one layer's KV memory that attention will read after a product: fetched into cache meanwhile.
+struct KvPages {
+    const uint8_t* layer = nullptr;
+    const int* pages = nullptr;
+    int count = 0;
+    size_t page_bytes = 0;
+};
+
 struct GemmJob {
     const Linear* weight;
     const bf16* x;  // [m, k]
@@ -73,6 +86,7 @@ struct GemmJob {
     int ld;
     Best* best = nullptr;                 // [m] of this thread, for kLogits
     const uint8_t* next_phase = nullptr;  // weights that this thread will want after this product
+    KvPages kv_ahead = {};
 };
 
 // One thread's part of a phase. `scratch` holds k*32 bf16 values, used for quantized weights.

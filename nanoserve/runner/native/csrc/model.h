@@ -32,14 +32,17 @@ struct NsLayer {
 
 struct NsBatch {  // ForwardBatch with its sizes
     int32_t tokens, rows, max_blocks, logit_rows;
+    int32_t logit_stride;   // floats from one row of logits to the next
     int32_t max_positions;  // of the rope tables
     int32_t highest_block;  // an answer: the last of the blocks in use, -1 without any
     const int32_t *token_ids, *positions, *row_starts, *block_tables, *logit_tokens;
 };
 
-struct NsDraw {  // SampleRows without edits; columns [rows], logits [rows, vocab]
-    int32_t rows, vocab;
-    const float *logits, *temperature, *top_p, *min_p;
+struct NsDraw {  // SampleRows without edits; columns [rows], row i from row logit_rows[i] of logits [.., vocab]
+    int32_t rows, vocab, logit_stride;
+    const float* logits;
+    const int32_t* logit_rows;
+    const float *temperature, *top_p, *min_p;
     const int64_t *top_k, *seeds, *positions;
     int32_t* token_ids;  // drawn; -1 for a row whose largest logit is not finite
 };
@@ -53,9 +56,9 @@ void ns_model_set_kv(NsModel* model, uint8_t* memory, int64_t pages);
 enum NsFault : int32_t { kFine = 0, kBadToken = 1, kBadPosition = 2, kBadBlock = 3 };
 // Whether token ids, positions and the blocks behind them exist, and sets highest_block. A step trusts its batch.
 int32_t ns_model_check(const NsModel* model, NsBatch* batch);
-// One step. logits [logit_rows, vocab] or null; greedy [logit_rows]: the argmax, -1 for a row that is not finite.
-// Returns 0, or -1 when memory for the step could not be had.
-int32_t ns_model_step(NsModel* model, const NsBatch* batch, float* logits, int32_t* greedy);
+// One step. logits [logit_rows, vocab], or null; greedy [logit_rows]: the argmax, -1 for a row that is not finite.
+// With `draw`, also draws from these logits, as its last phase. Returns 0, or -1 when memory for the step could not be had.
+int32_t ns_model_step(NsModel* model, const NsBatch* batch, float* logits, int32_t* greedy, const NsDraw* draw);
 // Draws a token from each row. A null model: by the calling thread alone.
 int32_t ns_model_draw(NsModel* model, const NsDraw* draw);
 // For tests: thread `thread` sleeps so long before one item in eight, as if another process had its core. -1: none.

@@ -32,6 +32,8 @@ inline __m512bh broadcast_pair(const bf16* source) {
 }
 
 inline void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
+// For what is needed much later: past the first-level cache, from where it moves on to the shared one.
+inline void prefetch_far(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T2); }
 
 // 2^x for x <= 127; below -126 it is exactly 0, which masked scores rely on. Cephes exp2f polynomial, error 2 ulp.
 inline __m512 exp2_ps(__m512 x) {

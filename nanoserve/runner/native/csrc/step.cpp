@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "draw.h"
+
 namespace ns {
 namespace {
 
@@ -25,12 +27,13 @@ void rms_norm(const float* v, const float* weight, int n, float eps, Write write
 
 }  // namespace
 
-Step::Step(Model& model, const NsBatch& batch, float* logits, int32_t* greedy)
+Step::Step(Model& model, const NsBatch& batch, float* logits, int32_t* greedy, const NsDraw* draw)
     : model_(model),
       config_(model.config),
       batch_(batch),
       logits_(logits),
       greedy_(greedy),
+      draw_(draw),
       threads_(model.team.size()),
       one_token_rows_(batch.rows == batch.tokens) {
     // Not with post norms: there a norm also changes the residual stream, which only one thread may do.
@@ -81,7 +84,31 @@ AttentionPlan Step::plan_attention(int window, bool logit_tokens_only) const {
                     plan.items.push_back({i, head, segment, segment + 1, plan.num_slots++, plan.num_groups});
             }
     }
+    if (model_.layers[0].qkv.leaves_dram_idle(batch_.tokens))
+        for (const Tile& tile : plan.tiles) {
+            if (tile.num_tokens > 1) continue;  // of a prompt, whose pages many tiles share
+            const int oldest = window > 0 ? std::max(0, tile.first_position - window + 1) : 0;
+            for (int page = oldest / kPageTokens; page <= tile.first_position / kPageTokens; ++page)
+                plan.pages.push_back(tile.pages[page]);
+        }
     return plan;
+}
+
+// The part of that layer's pages which is fetched during `product`, by its share of the arithmetic in between.
+KvPages Step::kv_during(Product product, int attention_layer) const {
+    if (attention_layer >= config_.layers) return {};
+    const Layer& layer = model_.layers[0];
+    const Linear* products[kNumProducts] = {&layer.output, &layer.gate_up, &layer.down, &layer.qkv};
+    int64_t work = 0, before = 0, through = 0;
+    for (int i = 0; i < kNumProducts; ++i) {
+        work += static_cast<int64_t>(num_panels(products[i]->n)) * products[i]->k;
+        if (i < product) before = work;
+        if (i <= product) through = work;
+    }
+    const std::vector<int>& pages = plan_for(attention_layer).pages;
+    const auto count = static_cast<int64_t>(pages.size());
+    const int64_t begin = count * before / work, end = count * through / work;
+    return {model_.layer_kv(attention_layer), pages.data() + begin, static_cast<int>(end - begin), model_.shape.page()};
 }
 
 const AttentionPlan& Step::plan_for(int layer) const {
@@ -166,7 +193,7 @@ void Step::work(int thread) {
         const float* post = config_.post_norms && i > 0 ? model_.layers[i - 1].raw.post_mlp_norm : nullptr;
         uint8_t* kv = model_.layer_kv(i);
         multiply(thread, layer.qkv, nullptr, batch_.tokens, Epilogue::kStore, qkv_, qkv_width,
-                 first(thread, layer.output, batch_.tokens), post, layer.raw.input_norm);
+                 first(thread, layer.output, batch_.tokens), kv_during(kQkv, i), post, layer.raw.input_norm);
         const bool last = i + 1 == config_.layers;
         const AttentionPlan& plan = plan_for(i);
         const bool fused = one_token_rows_ && plan.num_slots == 0 && &plan != &last_plan_;
@@ -177,6 +204,7 @@ void Step::work(int thread) {
         finish_layer(thread, i);
     }
     project_logits(thread);
+    if (draw_) draw_tokens(thread);
 }
 
 void Step::embed(int thread) {
@@ -206,13 +234,13 @@ void Step::norm_rows(int thread, int rows, const float* post_norm, const float* 
 
 // out (+)= weight x, where x null means the normed residual (after adding the normed branch, with post_norm).
 void Step::multiply(int thread, const Linear& weight, const bf16* x, int rows, Epilogue epilogue, void* out, int ld,
-                    const uint8_t* next, const float* post_norm, const float* norm) {
+                    const uint8_t* next, const KvPages& kv_ahead, const float* post_norm, const float* norm) {
     if (norm && !private_rows_) norm_rows(thread, rows, post_norm, norm);
     if (!model_.phases.begin(thread, gemm_items(weight, rows))) return;
     if (norm && private_rows_)
         for (int row = 0; row < rows; ++row) norm_row(thread, row, post_norm, norm);
     Best* best = best_ + static_cast<size_t>(thread) * batch_.logit_rows;
-    const GemmJob job{&weight, x ? x : normed(thread), rows, epilogue, out, ld, best, next};
+    const GemmJob job{&weight, x ? x : normed(thread), rows, epilogue, out, ld, best, next, kv_ahead};
     gemm(model_.phases, thread, job, decoded_ + static_cast<size_t>(thread) * decoded_stride_);
 }
 
@@ -330,17 +358,24 @@ void Step::finish_layer(int thread, int index) {
     const Epilogue add = post ? Epilogue::kStore : Epilogue::kAdd;
     void* target = post ? branch_ : x_;
     const Linear& after = last ? model_.head : model_.layers[index + 1].qkv;
-    multiply(thread, layer.output, attended_, rows, add, target, config_.hidden, first(thread, layer.gate_up, rows));
+    multiply(thread, layer.output, attended_, rows, add, target, config_.hidden, first(thread, layer.gate_up, rows),
+             kv_during(kOutput, index + 1));
     multiply(thread, layer.gate_up, nullptr, rows, config_.gelu ? Epilogue::kGeluMul : Epilogue::kSiluMul, gated_,
-             config_.intermediate, first(thread, layer.down, rows), post ? layer.raw.post_attention_norm : nullptr,
+             config_.intermediate, first(thread, layer.down, rows), kv_during(kGateUp, index + 1), post ? layer.raw.post_attention_norm : nullptr,
              layer.raw.mlp_norm);
-    multiply(thread, layer.down, gated_, rows, add, target, config_.hidden, first(thread, after, rows));
+    multiply(thread, layer.down, gated_, rows, add, target, config_.hidden, first(thread, after, rows),
+             kv_during(kDown, index + 1));
 }
 
 void Step::project_logits(int thread) {
     const float* post = config_.post_norms ? model_.layers.back().raw.post_mlp_norm : nullptr;
-    multiply(thread, model_.head, nullptr, batch_.logit_rows, Epilogue::kLogits, logits_, config_.vocab, nullptr, post,
-             model_.final_norm);
+    multiply(thread, model_.head, nullptr, batch_.logit_rows, Epilogue::kLogits, logits_, batch_.logit_stride, nullptr,
+             post, model_.final_norm);
+}
+
+void Step::draw_tokens(int thread) {
+    model_.phases.begin(thread, draw_->rows);
+    for (int row; (row = model_.phases.claim(thread)) >= 0;) draw_token(*draw_, row);
 }
 
 }  // namespace ns

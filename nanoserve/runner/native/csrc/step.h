@@ -48,7 +48,11 @@ struct AttentionPlan {
     std::vector<AttentionItem> items;
     int num_slots = 0, num_groups = 0;
     int slot_rows = 0;  // query rows a slot has room for
+    std::vector<int> pages;  // that single tokens read and that are worth fetching during the products before
 };
+
+// The products between one layer's attention and the next one's, in order.
+enum Product { kOutput, kGateUp, kDown, kQkv, kNumProducts };
 
 struct Model {
     NsConfig config;
@@ -70,7 +74,7 @@ struct Model {
 
 class Step {
  public:
-    Step(Model& model, const NsBatch& batch, float* logits, int32_t* greedy);
+    Step(Model& model, const NsBatch& batch, float* logits, int32_t* greedy, const NsDraw* draw);
     bool run();
 
  private:
@@ -78,18 +82,21 @@ class Step {
     void make_pages();
     AttentionPlan plan_attention(int window, bool logit_tokens_only) const;
     const AttentionPlan& plan_for(int layer) const;
+    KvPages kv_during(Product product, int attention_layer) const;
     bool make_buffers();
     // What each thread does; every one of these waits for the one before to be complete.
     void work(int thread);
     void embed(int thread);
     void norm_rows(int thread, int rows, const float* post_norm, const float* norm);
     void multiply(int thread, const Linear& weight, const bf16* x, int rows, Epilogue epilogue, void* out, int ld,
-                  const uint8_t* next, const float* post_norm = nullptr, const float* norm = nullptr);
+                  const uint8_t* next, const KvPages& kv_ahead = {}, const float* post_norm = nullptr,
+                  const float* norm = nullptr);
     void rotate(int thread, const Layer& layer, uint8_t* kv);
     void attend(int thread, const AttentionPlan& plan, const Layer& layer, uint8_t* kv, bool rotate_too);
     void keep_logit_rows(int thread);
     void finish_layer(int thread, int index);
     void project_logits(int thread);
+    void draw_tokens(int thread);
     // Inside phases.
     bf16* normed(int thread) { return private_rows_ ? h_private_ + thread * private_stride_ : h_; }
     void norm_row(int thread, int row, const float* post_norm, const float* norm);
@@ -107,6 +114,7 @@ class Step {
     const NsBatch& batch_;
     float* const logits_;
     int32_t* const greedy_;
+    const NsDraw* const draw_;  // null: nothing is drawn
     const int threads_;
     const bool one_token_rows_;
     bool private_rows_ = false;           // few rows: every thread norms all of them itself, which saves a phase

@@ -1,0 +1,154 @@
+"""Draws made within the C++ engine's step: those that the same logits give afterwards, in any company and any team."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from nanoserve.runner import sampler
+from nanoserve.runner.backend import ForwardBatch
+from nanoserve.runner.batch import RequestTable
+from nanoserve.runner.model_runner import ModelRunner
+from nanoserve.runner.native.backend import NativeBackend
+from nanoserve.runner.native.build import missing_cpu_features
+from nanoserve.runner.sampler import SampleRows
+from tests.runner.native_models import VOCAB, make_native, make_spec
+from tests.runner.plans import Driver
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing_cpu_features()), reason="the CPU lacks what the engine needs"),
+]
+
+
+def random_batch(random: np.random.Generator, num_rows: int) -> ForwardBatch:
+    """Prompts of random lengths from their beginning; logits of some tokens, of several in some rows."""
+    counts = random.integers(1, 30, num_rows)
+    row_starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    num_logits = int(random.integers(1, row_starts[-1] + 1))
+    return ForwardBatch(
+        token_ids=random.integers(0, VOCAB, row_starts[-1]).astype(np.int32),
+        positions=np.concatenate([np.arange(count) for count in counts]).astype(np.int32),
+        row_starts=row_starts,
+        context_lens=counts.astype(np.int32),
+        block_tables=random.permutation(2 * num_rows).astype(np.int32).reshape(num_rows, 2),
+        logit_tokens=np.sort(random.choice(row_starts[-1], num_logits, replace=False)).astype(np.int32),
+    )
+
+
+def random_rows(random: np.random.Generator, num_logits: int) -> SampleRows:
+    """Rows of all kinds, drawn from some of the logits."""
+    drawn = np.flatnonzero(random.random(num_logits) < 0.8)
+    size = len(drawn)
+    return SampleRows(
+        temperature=random.choice([0.0, 0.7, 1.0, 3.0], size).astype(np.float32),
+        top_k=random.choice([0, 0, 1, 7, VOCAB + 5], size),
+        top_p=random.choice([1.0, 1.0, 0.9, 1e-9], size).astype(np.float32),
+        min_p=random.choice([0.0, 0.0, 0.05], size).astype(np.float32),
+        seeds=random.integers(-(2**62), 2**62, size),
+        positions=random.integers(0, 2**40, size),
+        logit_rows=drawn.astype(np.int32),
+        edits=[],
+    )
+
+
+def pick(rows: SampleRows, index: int) -> SampleRows:
+    columns = {name: column[index : index + 1] for name, column in dataclasses.asdict(rows).items()}
+    return SampleRows(**columns | {"logit_rows": np.zeros(1, np.int32), "edits": []})
+
+
+@pytest.mark.rule(36)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_step_draws_what_its_logits_give_afterwards(name: str, threads: int) -> None:
+    backend = make_native(make_spec(name), threads=threads)
+    random = np.random.default_rng(threads)
+    differing = total = 0
+    for num_rows in (1, 2, 3, 9, 20, 40):
+        batch = random_batch(random, num_rows)
+        alone = backend.forward(batch).clone()
+        rows = random_rows(random, len(alone))
+        token_ids, logits = backend.forward_drawn(batch, rows)
+        assert torch.equal(logits, alone) and np.array_equal(backend.greedy_ids, alone.argmax(1).numpy())
+        assert np.array_equal(token_ids, backend.choose(alone, rows))
+        for index, logit_row in enumerate(rows.logit_rows.tolist()):
+            assert token_ids[index] == backend.choose(alone[logit_row : logit_row + 1], pick(rows, index))[0]
+        total += len(token_ids)
+        differing += int((token_ids != sampler.choose(alone, rows)).sum())  # torch rounds otherwise
+    assert total > 300 and differing <= 1
+
+
+@pytest.mark.rule(36)
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_thread_that_loses_its_core_changes_no_draw(slow: int) -> None:
+    backend = make_native(make_spec("llama"), threads=3)
+    random = np.random.default_rng(slow)
+    for num_rows in (1, 4, 12):
+        batch = random_batch(random, num_rows)
+        logits = backend.forward(batch).clone()
+        rows = random_rows(random, len(logits))
+        backend.slow_thread(slow, 300)
+        assert np.array_equal(backend.forward_drawn(batch, rows)[0], backend.choose(logits, rows))
+        backend.slow_thread(-1, 0)
+
+
+def poisoned(backend: NativeBackend, token: int) -> None:
+    """From now on this token's embedding is NaN."""
+    size = backend._spec.hidden_size * 2
+    start = backend._packed.sections["embedding"].offset + token * size
+    backend._packed.memory[start : start + size] = 0xFF
+
+
+@pytest.mark.rule(35)
+def test_a_row_without_numbers_gets_no_token_and_disturbs_nobody() -> None:
+    backend = make_native(make_spec("llama"))
+    random = np.random.default_rng(1)
+    batch = random_batch(random, 12)
+    batch.token_ids[batch.token_ids == VOCAB - 1] = 0
+    rows = random_rows(random, len(batch.logit_tokens))
+    good, _ = backend.forward_drawn(batch, rows)
+    poisoned(backend, VOCAB - 1)
+    batch.token_ids[batch.row_starts[5]] = VOCAB - 1  # and so all of that row
+    token_ids, _ = backend.forward_drawn(batch, rows)
+    tokens = batch.logit_tokens[rows.logit_rows]
+    broken = (tokens >= batch.row_starts[5]) & (tokens < batch.row_starts[6])
+    assert broken.any() and (good >= 0).all()
+    assert (token_ids[broken] == -1).all() and np.array_equal(token_ids[~broken], good[~broken])
+
+
+PARAMETERS = [
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 20, "repetition_penalty": 1.3},
+    {"temperature": 1.0, "logit_bias": {5: 4.0}, "logprobs": 1},
+    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+    {"temperature": 1.2, "min_p": 0.05, "prompt_logprobs": 0},
+]
+
+
+def answers(how: dict[str, float] | None) -> Driver:
+    """Two requests of each kind: in company, or (None) one after the other."""
+    table = RequestTable(max_seqs=4, max_tokens=128, block_size=16, vocab_size=VOCAB)
+    driver = Driver(ModelRunner(make_native(make_spec("llama")), table), num_blocks=160, block_size=16, seed=4)
+    random = np.random.default_rng(8)
+    for request_id in range(2 * len(PARAMETERS)):
+        prompt = random.integers(0, VOCAB, int(random.integers(1, 50))).tolist()
+        driver.add(request_id, prompt, 20, seed=request_id, **PARAMETERS[request_id % len(PARAMETERS)])
+        if how is None:
+            driver.run()
+    if how is not None:
+        driver.run(**how)
+    return driver
+
+
+@pytest.mark.rule(39)
+@pytest.mark.parametrize("how", [{}, {"company": 0.5, "chunk": 9}, {"company": 0.7, "preempt": 0.1}])
+def test_requests_of_all_kinds_get_the_same_alone_and_together(how: dict[str, float]) -> None:
+    alone, together = answers(None), answers(how)
+    assert together.outputs == alone.outputs
+    assert together.scores == alone.scores and together.prompt_scores == alone.prompt_scores
+    assert not together.errors
