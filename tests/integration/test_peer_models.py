@@ -1,0 +1,63 @@
+"""bench.peers: the GGUF that llama.cpp gets, out of a model's parts, and nothing half-made taken for finished."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nanoserve.bench.peers import quantized_gguf, source_gguf
+
+_QUANTIZE = """#!/bin/sh
+# llama-quantize --allow-requantize FROM TO KIND THREADS
+printf 'made of ' > "$3"
+[ -e "$2.broken" ] && echo 'tensor is odd' && exit 3
+cat "$2" >> "$3"
+printf ' as %s' "$4" >> "$3"
+"""
+
+
+@pytest.fixture
+def llama_cpp(tmp_path: Path) -> Path:
+    tool = tmp_path / "llama.cpp/build/bin/llama-quantize"
+    tool.parent.mkdir(parents=True)
+    tool.write_text(_QUANTIZE)
+    tool.chmod(0o755)
+    return tmp_path / "llama.cpp"
+
+
+def _gguf(root: Path, llama_cpp: Path, model: Path) -> Path:
+    return source_gguf(root, llama_cpp, Path("no-python"), str(model), Path("prepared"))
+
+
+def test_the_parts_of_a_model_are_joined_in_order(tmp_path: Path, llama_cpp: Path) -> None:
+    for number, text in enumerate(("one ", "two ", "three")):
+        (tmp_path / f"m.gguf.part{number:02}").write_text(text)
+
+    joined = _gguf(tmp_path, llama_cpp, tmp_path / "m.gguf.part00")
+
+    assert joined == tmp_path / "prepared.gguf"
+    assert joined.read_text() == "one two three"
+
+
+def test_a_model_that_is_one_file_is_given_as_it_is(tmp_path: Path, llama_cpp: Path) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_text("weights")
+
+    assert _gguf(tmp_path, llama_cpp, model) == model
+    assert quantized_gguf(tmp_path, llama_cpp, model, Path("prepared"), "") == model
+
+
+def test_what_a_failed_tool_left_is_made_again(tmp_path: Path, llama_cpp: Path) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_text("weights")
+    broken = tmp_path / "m.gguf.broken"
+    broken.touch()
+
+    with pytest.raises(SystemExit, match=r"(?s)tensor is odd.*llama-quantize.*exit code 3"):
+        quantized_gguf(tmp_path, llama_cpp, model, Path("prepared"), "Q4_0")
+    broken.unlink()
+    made = quantized_gguf(tmp_path, llama_cpp, model, Path("prepared"), "Q4_0")
+
+    assert made == tmp_path / "prepared-q4_0.gguf"
+    assert made.read_text() == "made of weights as Q4_0"
