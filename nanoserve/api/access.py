@@ -21,7 +21,7 @@ _HEADER_NAMES = re.compile(r"^[A-Za-z0-9_, -]{1,2000}$")
 ADMIN_PATHS = frozenset(
     (
         *("/abort_request", "/flush_cache", "/pause_generation", "/continue_generation"),
-        *("/start_profile", "/configure_logging"),
+        *("/start_profile", "/stop_profile", "/configure_logging"),
     )
 )
 

@@ -168,6 +168,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/pause_generation", control.pause_generation),
     ("POST", "/continue_generation", control.continue_generation),
     ("POST", "/start_profile", control.start_profile),
+    ("POST", "/stop_profile", control.stop_profile),
     ("POST", "/configure_logging", control.configure_logging),
     ("GET", "/health_generate", control.health_generate),
     ("GET", "/v1/loads", control.loads),

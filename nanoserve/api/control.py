@@ -12,14 +12,14 @@ from functools import partial
 from aiohttp import web
 
 from nanoserve.api.chat import encode_chat
-from nanoserve.api.context import CONTEXT
+from nanoserve.api.context import CONTEXT, ApiContext
 from nanoserve.api.errors import Unavailable, http_error
 from nanoserve.api.http import json_response, read_body, read_json, warning_headers
 from nanoserve.api.probe import one_token_round
 from nanoserve.api.request_log import MAX_LEVEL
 from nanoserve.api.schemas import AbortBody, BodyDecoder, ChatBody, LoggingBody, PauseBody, ProfileBody
 from nanoserve.errors import RequestError
-from nanoserve.ipc.messages import ApiTask, FlushCache, LogChoice, Pause, StartProfile
+from nanoserve.ipc.messages import ApiTask, FlushCache, LogChoice, Pause, StartProfile, StopProfile
 
 _CHAT = BodyDecoder(ChatBody)
 _PAUSE = BodyDecoder(PauseBody, unsupported={}, may_be_empty=True)
@@ -29,7 +29,11 @@ _LOGGING = BodyDecoder(  # another server's fields for keeping whole requests: t
     unsupported=dict.fromkeys(("dump_requests_folder", "dump_requests_threshold", "log_requests_format"), ()),
     may_be_empty=True,
 )
-_PROFILE = BodyDecoder(ProfileBody, unsupported={"output_dir": (), "start_step": (), "profile_by_stage": (False,)})
+_PROFILE = BodyDecoder(
+    ProfileBody,
+    unsupported={"output_dir": (), "start_step": (), "profile_by_stage": (False,)},
+    may_be_empty=True,
+)
 _MAX_PROFILE_STEPS = 10_000  # a file of 10 MB
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _GENERATE_LIMIT_S = 20.0
@@ -147,15 +151,15 @@ async def _set_paused(request: web.Request, paused: bool) -> web.Response:
 
 
 async def start_profile(request: web.Request) -> web.Response:
-    """The engine records its next `num_steps` steps; answers at once with the file that will then be there."""
+    """The engine records its next `num_steps` steps, or until it is told to stop; answers with the file to come."""
     context = request.app[CONTEXT]
     context.lifecycle.require_ready()
     decoded = await read_json(request, _PROFILE)
-    num_steps = decoded.body.num_steps
-    if num_steps is None or not 1 <= num_steps <= _MAX_PROFILE_STEPS:
+    num_steps = _MAX_PROFILE_STEPS if decoded.body.num_steps is None else decoded.body.num_steps
+    if not 1 <= num_steps <= _MAX_PROFILE_STEPS:
         raise RequestError(f"`num_steps` must be in [1, {_MAX_PROFILE_STEPS}].", param="num_steps")
     number = 1 + secrets.randbits(31)
-    file = str(context.log_dir.absolute() / f"profile-{number}.json")
+    file = _profile_file(context, number)
     begin = partial(context.client.tell, StartProfile(number, num_steps, file))
     try:
         async with asyncio.timeout(_ENGINE_LIMIT_S):
@@ -166,6 +170,22 @@ async def start_profile(request: web.Request) -> web.Response:
         raise http_error(409, "A profile is running; the engine makes one at a time.")
     shown = {"status": "ok", "num_steps": num_steps, "file": file}
     return json_response(shown, headers=warning_headers(decoded.unknown_keys))
+
+
+async def stop_profile(request: web.Request) -> web.Response:
+    """Ends the profile that runs with the steps it has; `file` is null where none runs."""
+    context = request.app[CONTEXT]
+    context.lifecycle.require_ready()
+    try:
+        async with asyncio.timeout(_ENGINE_LIMIT_S):
+            number = await context.metrics.profile_ends(partial(context.client.tell, StopProfile()))
+    except TimeoutError:
+        raise Unavailable(f"The engine did not answer within {_ENGINE_LIMIT_S:g} s.", code="unavailable") from None
+    return json_response({"status": "ok", "file": _profile_file(context, number) if number else None})
+
+
+def _profile_file(context: ApiContext, number: int) -> str:
+    return str(context.log_dir.absolute() / f"profile-{number}.json")
 
 
 async def configure_logging(request: web.Request) -> web.Response:

@@ -30,6 +30,7 @@ from nanoserve.ipc.messages import (
     Resync,
     SamplingParams,
     StartProfile,
+    StopProfile,
     TextBatch,
     TextFinished,
     TextSpec,
@@ -157,7 +158,7 @@ class EngineClient:
             )
             stream.finish(TextFinished(ended, stop_string=word))
 
-    def tell(self, message: FlushCache | Pause | StartProfile) -> None:
+    def tell(self, message: FlushCache | Pause | StartProfile | StopProfile) -> None:
         """A word to the engine that is about no request."""
         self._send(message)
 

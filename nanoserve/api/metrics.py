@@ -242,6 +242,16 @@ class Metrics(LatencySink):
                 return False
         return True
 
+    async def profile_ends(self, end: Callable[[], object]) -> int:
+        """Calls `end` and waits for the engine's word of it; returns which profile has ended, 0 where none ran."""
+        if not self.engine_stats.profile_steps_left:
+            return 0
+        number = self.engine_stats.profile
+        end()
+        while self.engine_stats.profile == number and self.engine_stats.profile_steps_left:
+            await self._next_stats()
+        return number
+
     async def _next_stats(self) -> None:
         if self._stats_waiter is None or self._stats_waiter.done():
             self._stats_waiter = asyncio.get_running_loop().create_future()

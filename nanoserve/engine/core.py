@@ -35,6 +35,7 @@ from nanoserve.ipc.messages import (
     Release,
     Resync,
     StartProfile,
+    StopProfile,
     TokenBatch,
 )
 from nanoserve.sched.fairness import FairShares
@@ -145,6 +146,9 @@ class EngineCore:
                 self.paused = message.paused
             case StartProfile():
                 self.counters.begin_profile(message)
+                self._builder.stats_due = True
+            case StopProfile():
+                self.counters.end_profile()
                 self._builder.stats_due = True
             case ApiGone():
                 self._gone[message.api_index] = message.incarnation

@@ -136,6 +136,7 @@ def serve(
             with link.watchdog.idle():
                 inbox.wait(max(0, beat_ns + HEARTBEAT_NS - time.monotonic_ns()) // 1_000_000 + 1)
         core.receive()
+        profiler.follow(core.counters)
         send(core.take_news())  # admissions are told before the step that may take long
         if core.has_work:
             if core.counters.profile_steps_left:

@@ -1,6 +1,7 @@
 """`POST /start_profile`: the next steps as a Chrome trace, stage by stage, for a trace viewer.
 
-Owner: the engine process. `serve` gives it a step to run while a profile is asked for; all other steps pass by.
+Owner: the engine process. `serve` tells it what messages have asked for and gives it a step to run while a profile
+runs; all other steps pass by.
 Format: Trace Event Format of Chrome (also read by Perfetto), complete events `X` in microseconds of CLOCK_MONOTONIC.
 """
 
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from nanoserve.engine.core import EngineCore
+from nanoserve.engine.stats import EngineCounters
 from nanoserve.ipc.messages import TokenBatch
 from nanoserve.sched.plan import Executor, StepPlan, StepResult, StepTimes
 
@@ -42,6 +44,8 @@ class StepProfiler:
         self._clock = clock
         self._is_recording = False
         self._executed: tuple[dict[str, int], tuple[int, int], StepTimes] | None = None
+        self._profile = 0  # number of the last one that was begun
+        self._file: Path | None = None  # of the one that runs
         self._records: list[ProfiledStep] = []
         self._writer: threading.Thread | None = None
 
@@ -53,11 +57,18 @@ class StepProfiler:
         self._executed = (shape_of(plan), (begin_ns, self._clock()), result.times)
         return result
 
+    def follow(self, counters: EngineCounters) -> None:
+        """Begins and ends profiles as messages have asked for, and as their steps are over."""
+        if counters.profile != self._profile:
+            self._end()
+            self._profile, self._file = counters.profile, Path(counters.profile_file)
+        if not counters.profile_steps_left:
+            self._end()
+
     def step(self, core: EngineCore, send: Callable[[TokenBatch | None], None]) -> None:
         """Runs and sends one step of a profile; the last one ends it. A step that failed is left out."""
         counters = core.counters
         counters.profile_steps_left -= 1  # before the step, whose stats tell of it; in it the next one may be asked for
-        is_last, file = not counters.profile_steps_left, counters.profile_file
         self._is_recording, self._executed = True, None
         begin_ns = self._clock()
         batch = core.step()
@@ -68,11 +79,17 @@ class StepProfiler:
         if self._executed is not None:
             shape, executed_ns, times = self._executed
             self._records.append(ProfiledStep(shape, begin_ns, executed_ns, times, updated_ns, sent_ns))
-        if is_last:
-            self._wait_for_writer()
-            records, self._records = self._records, []
-            self._writer = threading.Thread(target=write_trace, args=(records, Path(file)), name="profile", daemon=True)
-            self._writer.start()
+        self.follow(counters)
+
+    def _end(self) -> None:
+        """The profile that runs, if one does, becomes a file."""
+        if self._file is None:
+            return
+        self._wait_for_writer()
+        work = (self._records, self._file)
+        self._records, self._file = [], None
+        self._writer = threading.Thread(target=write_trace, args=work, name="profile", daemon=True)
+        self._writer.start()
 
     def _wait_for_writer(self) -> None:
         if self._writer is not None:

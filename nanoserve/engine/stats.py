@@ -36,6 +36,9 @@ class EngineCounters:
             self.profile, self.profile_steps_left = message.number, message.num_steps
             self.profile_file = message.file
 
+    def end_profile(self) -> None:
+        self.profile_steps_left = 0
+
     def snapshot(self, scheduler: Scheduler, *, num_retained: int, num_undecodable: int) -> EngineStats:
         totals = scheduler.counters
         pool = scheduler.tables.pool

@@ -161,6 +161,10 @@ class StartProfile(msgspec.Struct, frozen=True, array_like=True, tag=16, gc=Fals
     file: str
 
 
+class StopProfile(msgspec.Struct, frozen=True, array_like=True, tag=17, gc=False):
+    """Record no more, and write what there is. Where no profile runs nothing happens. The next stats tell of it."""
+
+
 # ---- engine -> detok -------------------------------------------------------------------------------------
 
 
@@ -492,7 +496,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=10, gc=False):
     doing: str = ""  # the long step that it has declared, if any
 
 
-EngineInbox = AddRequest | AbortRequest | Release | Resync | ApiGone | FlushCache | Pause | StartProfile
+EngineInbox = AddRequest | AbortRequest | Release | Resync | ApiGone | FlushCache | Pause | StartProfile | StopProfile
 DetokInbox = TokenBatch
 ApiInbox = TextBatch | ServerStatus | ApiCall | ApiReply
 SupervisorInbox = Ready | StartFailed | Heartbeat

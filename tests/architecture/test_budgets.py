@@ -15,7 +15,7 @@ METHODS = 20
 OWN_IMPORTS = 15
 
 LONG_FILES = {
-    "nanoserve/ipc/messages.py": 500,  # the whole protocol is one module, by rule
+    "nanoserve/ipc/messages.py": 520,  # the whole protocol is one module, by rule
 }
 BIG_CLASSES = {
     "RequestStream": (20, METHODS),  # the record of one request: a list of plain fields

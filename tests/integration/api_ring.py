@@ -41,6 +41,7 @@ from nanoserve.ipc.messages import (
     RowTokenTexts,
     ServerStatus,
     StartProfile,
+    StopProfile,
     TextBatch,
     TextFinished,
     TextSpec,
@@ -164,6 +165,8 @@ class FakeRing:
         elif isinstance(message, StartProfile):
             self.profiles.append(message)
             self.start_profile(message)
+        elif isinstance(message, StopProfile):
+            self.stats(profile_steps_left=0)
         elif isinstance(message, Release):
             self.released += message.request_ids
 

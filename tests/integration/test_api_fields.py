@@ -222,7 +222,19 @@ async def test_a_profile_is_begun_once_and_says_where_its_file_will_be(api: Api,
     assert (await api.post("/start_profile", {"num_steps": 5}))[0] == 409
 
 
-@pytest.mark.parametrize("body", [{}, {"num_steps": 0}, {"num_steps": 10_001}, {"num_steps": 5, "output_dir": "/x"}])
+async def test_a_profile_runs_until_it_is_stopped(api: Api) -> None:
+    """As clients of other servers do: both without a body, or with one that is meant for something else."""
+    stopped = {"status": "ok", "file": None}
+    assert await api.post("/stop_profile", b"") == (200, stopped)
+    for body in (b"", {"model": "tiny", "prompt": "x", "stream": True}):
+        status, answer = await api.post("/start_profile", body)
+        assert (status, answer["num_steps"]) == (200, 10_000)
+        assert api.ring.profiles[-1].num_steps == 10_000
+        assert await api.post("/stop_profile", body) == (200, stopped | {"file": answer["file"]})
+        assert await api.post("/stop_profile", body) == (200, stopped)
+
+
+@pytest.mark.parametrize("body", [{"num_steps": 0}, {"num_steps": 10_001}, {"num_steps": 5, "output_dir": "/x"}])
 async def test_a_profile_has_a_bounded_number_of_steps(api: Api, body: dict[str, object]) -> None:
     status, answer = await api.post("/start_profile", body)
     assert status == 400 and answer["error"]["param"] in ("num_steps", "output_dir") and not api.ring.profiles

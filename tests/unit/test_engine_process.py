@@ -28,6 +28,7 @@ from nanoserve.ipc.messages import (
     RepetitionDetection,
     Resync,
     StartProfile,
+    StopProfile,
     TokenBatch,
 )
 from nanoserve.sched.plan import StepPlan, StepResult
@@ -174,6 +175,19 @@ def test_a_profile_is_written_beside_the_steps_it_is_of(
     engine.stop()
     events = json.loads(file.read_text())["traceEvents"]
     assert [e["args"]["rows"] for e in events if e["name"] == "step"] == [1] * 4
+
+
+def test_a_profile_of_an_idle_engine_is_written_when_it_is_stopped(
+    model_dir: Path, endpoints: Endpoints, peers: Peers, tmp_path: Path
+) -> None:
+    engine, file = Running(CONFIG, model_dir, endpoints), tmp_path / "profile.json"
+    peers.send(StartProfile(7, 4, str(file)))
+    engine.start()
+    peers.hear_until(lambda heard: any(b.stats is not None and b.stats.profile_steps_left == 4 for b in heard))
+    peers.send(StopProfile())
+    peers.hear_until(lambda heard: heard[-1].stats is not None and not heard[-1].stats.profile_steps_left)
+    engine.stop()
+    assert len(json.loads(file.read_text())["traceEvents"]) == 1
 
 
 def test_an_output_that_repeats_itself_ends_also_in_a_later_life(engine: Running, peers: Peers) -> None:

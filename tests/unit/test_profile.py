@@ -12,7 +12,7 @@ import pytest
 
 from nanoserve.engine.core import EngineCore
 from nanoserve.engine.profile import StepProfiler, shape_of
-from nanoserve.ipc.messages import StartProfile, TokenBatch
+from nanoserve.ipc.messages import StartProfile, StopProfile, TokenBatch
 from nanoserve.sched.plan import PlanRow, StepPlan, StepResult, StepTimes
 from tests.factories import make_add_request, make_clock, make_core, make_limits
 from tests.fakes import FakeExecutor
@@ -43,6 +43,7 @@ class Engine:
             self.batches.append(batch)
 
     def step(self) -> None:
+        self.profiler.follow(self.core.counters)
         if self.core.counters.profile_steps_left:
             self.profiler.step(self.core, self.send)
         else:
@@ -125,11 +126,48 @@ def test_a_profile_that_is_asked_for_in_the_last_step_of_another_has_its_own_ste
     engine.core.handle(make_add_request(1, max_tokens=9))
     engine.core.handle(StartProfile(7, 1, str(tmp_path / "7.json")))
     engine.executor.during_step = lambda plan: engine.core.handle(StartProfile(8, 2, str(tmp_path / "8.json")))
-    for _ in range(3):
+    engine.step()
+    engine.executor.during_step = lambda plan: None
+    for _ in range(2):
         engine.step()
     numbers = [e["args"]["step"] for e in engine.events(tmp_path / "8.json") if e["name"] == "step"]
     assert numbers == [2, 3]
     assert [e["args"]["step"] for e in engine.events(tmp_path / "7.json") if e["name"] == "step"] == [1]
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_profile_that_is_stopped_has_the_steps_until_then(tmp_path: Path, in_step: bool) -> None:
+    engine = Engine()
+    engine.core.handle(make_add_request(1, max_tokens=9))
+    engine.core.handle(StartProfile(7, 100, str(tmp_path / "7.json")))
+    engine.step()
+    if in_step:
+        engine.executor.during_step = lambda plan: engine.core.handle(StopProfile())
+        engine.step()
+    else:
+        engine.core.handle(StopProfile())
+        told = engine.core.take_news()
+        assert told is not None and told.stats is not None
+        assert (told.stats.profile, told.stats.profile_steps_left) == (7, 0)
+    engine.step()
+    numbers = [e["args"]["step"] for e in engine.events(tmp_path / "7.json") if e["name"] == "step"]
+    assert numbers == ([1, 2] if in_step else [1])
+
+
+def test_a_profile_is_stopped_without_a_step_and_another_begins_at_once(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.core.handle(StopProfile())  # of nothing
+    engine.profiler.follow(engine.core.counters)
+    for number in (7, 8):
+        engine.core.handle(StartProfile(number, 100, str(tmp_path / f"{number}.json")))
+        engine.profiler.follow(engine.core.counters)
+        engine.core.handle(StopProfile())
+    engine.core.handle(StartProfile(9, 1, str(tmp_path / "9.json")))
+    engine.core.handle(make_add_request(1, max_tokens=9))
+    engine.step()
+    for number, num_steps in ((7, 0), (8, 0), (9, 1)):
+        names = [event["name"] for event in engine.events(tmp_path / f"{number}.json")]
+        assert names.count("step") == num_steps and names[0] == "process_name"
 
 
 def test_a_step_that_fails_is_left_out_and_a_full_disk_costs_only_the_profile(
