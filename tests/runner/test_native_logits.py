@@ -122,9 +122,10 @@ def test_company_changes_no_bit(name: str) -> None:
         assert torch.equal(part, alone[start : start + count])
 
 
-def test_decode_batches_of_every_size_change_no_bit() -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_decode_batches_of_every_size_change_no_bit(name: str) -> None:
     """1 to 40 rows: every height of a register tile, few-row and many-row paths."""
-    backend = make_native(make_spec("llama"))
+    backend = make_native(make_spec(name))
     alone = _logits(backend, 60)
     for size in (1, 2, 3, 4, 5, 7, 11, 12, 13, 24, 25, 40):
         sequences = _sequences(backend, seed=size)
