@@ -361,8 +361,8 @@ void Step::finish_layer(int thread, int index) {
     multiply(thread, layer.output, attended_, rows, add, target, config_.hidden, first(thread, layer.gate_up, rows),
              kv_during(kOutput, index + 1));
     multiply(thread, layer.gate_up, nullptr, rows, config_.gelu ? Epilogue::kGeluMul : Epilogue::kSiluMul, gated_,
-             config_.intermediate, first(thread, layer.down, rows), kv_during(kGateUp, index + 1), post ? layer.raw.post_attention_norm : nullptr,
-             layer.raw.mlp_norm);
+             config_.intermediate, first(thread, layer.down, rows), kv_during(kGateUp, index + 1),
+             post ? layer.raw.post_attention_norm : nullptr, layer.raw.mlp_norm);
     multiply(thread, layer.down, gated_, rows, add, target, config_.hidden, first(thread, after, rows),
              kv_during(kDown, index + 1));
 }
@@ -370,7 +370,7 @@ void Step::finish_layer(int thread, int index) {
 void Step::project_logits(int thread) {
     const float* post = config_.post_norms ? model_.layers.back().raw.post_mlp_norm : nullptr;
     multiply(thread, model_.head, nullptr, batch_.logit_rows, Epilogue::kLogits, logits_, batch_.logit_stride, nullptr,
-             post, model_.final_norm);
+             {}, post, model_.final_norm);
 }
 
 void Step::draw_tokens(int thread) {
