@@ -13,26 +13,23 @@ import numpy as np
 
 from nanoserve.runner.backend import ForwardBatch
 from nanoserve.runner.logit_edits import LogitEdits
-from nanoserve.runner.sampler import GREEDY_TEMPERATURE, SampleRows
+from nanoserve.runner.sampler import GREEDY_TEMPERATURE, SAMPLE_ROW, SampleRows
 from nanoserve.sched.plan import NewRequest, PlanRow, RowError
 
 _NO_SCORES = -1
+_NONE = np.empty(0, dtype=np.int32)
 
 
 @dataclass(slots=True)
 class _Columns:
-    """One entry per place; the sampling columns are as in SampleRows."""
+    """One entry per place."""
 
     token_ids: np.ndarray  # int32 [places, max_tokens]
     block_tables: np.ndarray  # int32 [places, max_blocks]
     num_tokens: np.ndarray  # int64, prompt and output
     num_prompt: np.ndarray  # int64
     num_blocks: np.ndarray  # int64
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    seeds: np.ndarray
+    sampling: np.ndarray  # SAMPLE_ROW; position and logit_row mean nothing yet
     num_logprobs: np.ndarray  # int64; _NO_SCORES where none are asked for
     num_prompt_logprobs: np.ndarray
     greedy: np.ndarray  # bool; nothing but the largest logit is asked for
@@ -46,11 +43,7 @@ class _Columns:
             num_tokens=np.zeros(places, dtype=np.int64),
             num_prompt=np.zeros(places, dtype=np.int64),
             num_blocks=np.zeros(places, dtype=np.int64),
-            temperature=np.zeros(places, dtype=np.float32),
-            top_k=np.zeros(places, dtype=np.int64),
-            top_p=np.ones(places, dtype=np.float32),
-            min_p=np.zeros(places, dtype=np.float32),
-            seeds=np.zeros(places, dtype=np.int64),
+            sampling=np.zeros(places, dtype=SAMPLE_ROW),
             num_logprobs=np.full(places, _NO_SCORES, dtype=np.int64),
             num_prompt_logprobs=np.full(places, _NO_SCORES, dtype=np.int64),
             greedy=np.zeros(places, dtype=bool),
@@ -78,6 +71,45 @@ class StepRows:
     prompt_scored: np.ndarray  # int64: rows whose prompt positions are scored
     logit_index: np.ndarray | None  # int64 [T] row of the logits of each flat token, where prompts are scored
     greedy: bool  # no row asks for anything but the largest logit
+    scored: bool  # log-probabilities are asked for, of drawn tokens or of prompts
+
+
+class _Decodes:
+    """A step of requests that each compute their newest token alone. It is kept: while the same requests decode, the
+    next one differs in tokens, positions and now and then a block.
+
+    No prompt position is scored there: a row that yields ends at or behind the last one.
+    """
+
+    __slots__ = ("places", "request_ids", "room", "step")
+
+    def __init__(self, request_ids: list[int], places: list[int], plan_index: np.ndarray, columns: _Columns) -> None:
+        self.request_ids = request_ids
+        self.places = places
+        self.room = _NONE  # int64 [R] positions that the row's blocks hold
+        count = len(places)
+        rows, row_starts, place_array = np.arange(count), np.arange(count + 1, dtype=np.int32), np.array(places)
+        forward = ForwardBatch(_NONE, _NONE, row_starts, _NONE, _NONE, logit_tokens=row_starts[:-1])
+        self.step = StepRows(
+            forward=forward,
+            plan_index=plan_index,
+            places=place_array,
+            starts=_NONE,
+            counts=np.ones(count, dtype=np.int64),
+            sampled=rows,
+            ahead=np.zeros(count, dtype=np.int64),
+            drafts={},
+            sampled_logits=rows,
+            prompt_scored=rows[:0],
+            logit_index=None,
+            greedy=bool(columns.greedy[place_array].all()),
+            scored=bool((columns.num_logprobs[place_array] != _NO_SCORES).any()),
+        )
+
+    def take_blocks(self, columns: _Columns, block_size: int) -> None:
+        num_blocks = columns.num_blocks[self.step.places]
+        self.room = num_blocks * block_size
+        self.step.forward.block_tables = columns.block_tables[self.step.places, : int(num_blocks.max())]
 
 
 class RequestTable:
@@ -92,12 +124,14 @@ class RequestTable:
         self._places: dict[int, int] = {}
         self._broken: dict[int, str] = {}  # request id -> why it cannot run
         self._edits: dict[int, LogitEdits] = {}  # by place
+        self._kept: _Decodes | None = None  # the last step, where it was one of these
 
     def __len__(self) -> int:
         return len(self._places) + len(self._broken)
 
     def drop(self, request_id: int) -> None:
         """Forgets a request; an unknown id is nothing to forget."""
+        self._kept = None
         self._broken.pop(request_id, None)
         place = self._places.pop(request_id, None)
         if place is not None:
@@ -120,11 +154,9 @@ class RequestTable:
         columns.num_tokens[place] = len(request.token_ids)
         columns.num_prompt[place] = request.num_prompt_tokens
         columns.num_blocks[place] = 0
-        columns.temperature[place] = sampling.temperature
-        columns.top_k[place] = sampling.top_k
-        columns.top_p[place] = sampling.top_p
-        columns.min_p[place] = sampling.min_p
-        columns.seeds[place] = sampling.seed
+        columns.sampling[place] = (
+            sampling.seed, 0, sampling.top_k, 0, sampling.temperature, sampling.top_p, sampling.min_p,
+        )  # fmt: skip
         columns.num_logprobs[place] = _NO_SCORES if sampling.logprobs is None else sampling.logprobs
         columns.num_prompt_logprobs[place] = (
             _NO_SCORES if sampling.prompt_logprobs is None else sampling.prompt_logprobs
@@ -152,46 +184,40 @@ class RequestTable:
         Appends the plan's new blocks to the tables. ValueError when a row reaches past its tokens or its blocks:
         then the plan is wrong, and running it could write into another request's memory.
         """
+        request_ids = [row.request_id for row in plan_rows]
+        is_decode = all(row.num_tokens == 1 and row.samples for row in plan_rows)
+        kept = self._kept
+        if is_decode and kept is not None and kept.request_ids == request_ids:
+            if self._append_blocks(plan_rows, kept.places):
+                kept.take_blocks(self._columns, self._block_size)
+            return self._build_decodes(kept, plan_rows)
+        self._kept = None  # it does not see what becomes of its requests in other steps
         plan_index, places = self._find(plan_rows, errors)
-        if not len(places):
+        if not places:
             return None
         chosen = [plan_rows[index] for index in plan_index]
-        if all(row.num_tokens == 1 and row.samples for row in chosen):
-            return self._build_decodes(chosen, plan_index, places)
-        return self._build_any(chosen, plan_index, places)
+        self._append_blocks(chosen, places)
+        if not is_decode:
+            return self._build_any(chosen, np.array(plan_index, dtype=np.int64), np.array(places, dtype=np.int64))
+        kept = _Decodes(request_ids, places, np.array(plan_index, dtype=np.int64), self._columns)
+        kept.take_blocks(self._columns, self._block_size)
+        if len(places) == len(plan_rows):  # rows that cannot run are told of in each step
+            self._kept = kept
+        return self._build_decodes(kept, chosen)
 
-    def _build_decodes(self, chosen: list[PlanRow], plan_index: np.ndarray, places: np.ndarray) -> StepRows:
-        """What `_build_any` gives where each row is its newest token alone: most steps, in a third of the time.
-
-        No prompt position is scored there: a row that yields ends at or behind the last one.
-        """
-        columns, count = self._columns, len(places)
-        starts = np.array([row.start for row in chosen], dtype=np.int64)
-        self._check_reach(places, starts, starts + 1)
-        positions, rows = starts.astype(np.int32), np.arange(count)
-        row_starts = np.arange(count + 1, dtype=np.int32)
-        forward = ForwardBatch(
-            token_ids=columns.token_ids[places, starts],
-            positions=positions,
-            row_starts=row_starts,
-            context_lens=positions + 1,
-            block_tables=columns.block_tables[places, : int(columns.num_blocks[places].max())],
-            logit_tokens=row_starts[:-1],
-        )
-        return StepRows(
-            forward=forward,
-            plan_index=plan_index,
-            places=places,
-            starts=starts,
-            counts=np.ones(count, dtype=np.int64),
-            sampled=rows,
-            ahead=np.zeros(count, dtype=np.int64),
-            drafts={},
-            sampled_logits=rows,
-            prompt_scored=rows[:0],
-            logit_index=None,
-            greedy=bool(columns.greedy[places].all()),
-        )
+    def _build_decodes(self, kept: _Decodes, rows: list[PlanRow]) -> StepRows:
+        """What `_build_any` gives where each row is its newest token alone: most steps, in a fraction of the time."""
+        step, columns = kept.step, self._columns
+        starts = columns.num_tokens[step.places] - 1
+        if starts.tolist() != [row.start for row in rows]:
+            raise ValueError("a row of the plan reaches past its request's tokens")
+        if (starts >= kept.room).any():
+            raise ValueError("a row of the plan reaches past its request's blocks")
+        step.starts = starts
+        step.forward.token_ids = columns.token_ids[step.places, starts]
+        step.forward.positions = starts.astype(np.int32)
+        step.forward.context_lens = step.forward.positions + 1
+        return step
 
     def _check_reach(
         self, places: np.ndarray, starts: np.ndarray, ends: np.ndarray, num_drafts: np.ndarray | int = 0
@@ -250,6 +276,7 @@ class RequestTable:
             prompt_scored=scored,
             logit_index=logit_index,
             greedy=greedy,
+            scored=bool(len(scored) or (columns.num_logprobs[places] != _NO_SCORES).any()),
         )
 
     def _write_drafts(self, rows: list[PlanRow], places: np.ndarray) -> dict[int, list[int]]:
@@ -263,24 +290,31 @@ class RequestTable:
             columns.token_ids[places[row], begin : begin + len(ids)] = ids
         return drafts
 
-    def _find(self, plan_rows: list[PlanRow], errors: list[RowError]) -> tuple[np.ndarray, np.ndarray]:
-        """Plan indices and places of the rows that can run, their new blocks appended."""
+    def _find(self, plan_rows: list[PlanRow], errors: list[RowError]) -> tuple[list[int], list[int]]:
+        """Plan indices and places of the rows that can run."""
         plan_index, places = [], []
         for index, row in enumerate(plan_rows):
             place = self._places.get(row.request_id)
             if place is None:
                 errors.append(RowError(row.request_id, self._broken.get(row.request_id, "unknown request")))
-                continue
+            else:
+                plan_index.append(index)
+                places.append(place)
+        return plan_index, places
+
+    def _append_blocks(self, rows: list[PlanRow], places: list[int]) -> bool:
+        """The plan's new blocks into the tables; whether there were any."""
+        columns, any_new = self._columns, False
+        for row, place in zip(rows, places, strict=True):
             if row.new_block_ids:
-                begin = int(self._columns.num_blocks[place])
+                any_new = True
+                begin = int(columns.num_blocks[place])
                 end = begin + len(row.new_block_ids)
-                if end > self._columns.block_tables.shape[1]:
+                if end > columns.block_tables.shape[1]:
                     raise ValueError("a request got more blocks than the context can use")
-                self._columns.block_tables[place, begin:end] = row.new_block_ids
-                self._columns.num_blocks[place] = end
-            plan_index.append(index)
-            places.append(place)
-        return np.array(plan_index, dtype=np.int64), np.array(places, dtype=np.int64)
+                columns.block_tables[place, begin:end] = row.new_block_ids
+                columns.num_blocks[place] = end
+        return any_new
 
     def sample_rows(self, rows: StepRows) -> SampleRows:
         """What the requests ask of the sampler at the positions drawn; drafts count as output of those after them."""
@@ -294,16 +328,9 @@ class RequestTable:
                     if ahead:
                         edit = edits[-1][1].after(rows.drafts[int(rows.sampled[index])][ahead - 1])
                     edits.append((index, edit, int(positions[index])))
-        return SampleRows(
-            temperature=columns.temperature[places],
-            top_k=columns.top_k[places],
-            top_p=columns.top_p[places],
-            min_p=columns.min_p[places],
-            seeds=columns.seeds[places],
-            positions=positions,
-            logit_rows=rows.sampled_logits.astype(np.int32),
-            edits=edits,
-        )
+        asked = columns.sampling[places]
+        asked["position"], asked["logit_row"] = positions, rows.sampled_logits
+        return SampleRows(asked, edits)
 
     def append(self, places: np.ndarray, ahead: np.ndarray, token_ids: np.ndarray) -> None:
         """New tokens of each place in order, ahead[i] others before token i; what lies past the context is left out."""

@@ -27,12 +27,15 @@ class _Drawn:
     rows: np.ndarray  # int64, of the StepRows
     ahead: np.ndarray  # int64 tokens of the same row before this one
     logits: np.ndarray  # int64 row of the logits it was drawn from
-    token_ids: np.ndarray
-    broken: np.ndarray  # bool: nothing could be drawn; only a row's first token
+    token_ids: np.ndarray  # -1: nothing could be drawn; only a row's first token
+
+    @property
+    def broken(self) -> np.ndarray:
+        broken: np.ndarray = self.token_ids < 0
+        return broken
 
     def only(self, which: np.ndarray) -> _Drawn:
-        columns = (self.rows, self.ahead, self.logits, self.token_ids, self.broken)
-        return _Drawn(*(column[which] for column in columns))
+        return _Drawn(*(column[which] for column in (self.rows, self.ahead, self.logits, self.token_ids)))
 
 
 class ModelRunner:
@@ -62,8 +65,10 @@ class ModelRunner:
             asked = self._table.sample_rows(rows)
             token_ids, logits = self._backend.forward_drawn(rows.forward, asked.without_edits())
             forwarded = time.perf_counter()
-            with torch.inference_mode():
-                drawn = _accepted(rows, add_edited(token_ids, logits, asked, self._backend.choose))
+            if asked.edits:
+                token_ids = add_edited(token_ids, logits, asked, self._backend.choose)
+            drawn = _accepted(rows, token_ids)
+            if rows.scored:
                 self._score(plan, rows, drawn, logits, result)
         self._take(plan, rows, drawn, result)
         result.times = StepTimes(prepared - began, forwarded - prepared, time.perf_counter() - forwarded)
@@ -74,15 +79,18 @@ class ModelRunner:
 
     def _take(self, plan: StepPlan, rows: StepRows, drawn: _Drawn, result: StepResult) -> None:
         """Tokens into the result and the kept state; a row without one becomes an error."""
-        if drawn.broken.any():
+        token_ids = drawn.token_ids.tolist()
+        if token_ids and min(token_ids) < 0:
             for index in rows.plan_index[drawn.rows[drawn.broken]].tolist():
                 result.errors.append(RowError(plan.rows[index].request_id, _NOTHING_TO_DRAW))
             drawn = drawn.only(~drawn.broken)
+            token_ids = drawn.token_ids.tolist()
         for index in rows.plan_index[drawn.rows].tolist():
             result.num_tokens[index] += 1
-        result.token_ids = drawn.token_ids.tolist()
+        result.token_ids = token_ids
         self._table.append(rows.places[drawn.rows], drawn.ahead, drawn.token_ids)
 
+    @torch.inference_mode()
     def _score(self, plan: StepPlan, rows: StepRows, drawn: _Drawn, logits: torch.Tensor, result: StepResult) -> None:
         if len(rows.prompt_scored):
             self._score_prompts(plan, rows, logits, result)
@@ -114,10 +122,10 @@ def _accepted(rows: StepRows, token_ids: np.ndarray) -> _Drawn:
     uniform number of its own output position, from logits and counts that hold the drafts before it; if those are
     right, it is the token of a step without drafts. Comparing is all there is to acceptance, sampled or greedy.
     """
-    broken = token_ids < 0
-    every = _Drawn(rows.sampled, rows.ahead, rows.sampled_logits, token_ids, broken)
+    every = _Drawn(rows.sampled, rows.ahead, rows.sampled_logits, token_ids)
     if not rows.drafts:
         return every
+    broken = every.broken
     kept = np.ones(len(rows.sampled), dtype=bool)
     for row, drafts in rows.drafts.items():
         first = int(np.searchsorted(rows.sampled, row))

@@ -22,52 +22,41 @@ from nanoserve.runner.philox import uniforms
 GREEDY_TEMPERATURE = 1e-5  # below it, the largest logit
 
 
+# What a row asks for. The backend in C++ reads these records as they are (csrc/model.h: NsDrawRow).
+SAMPLE_ROW = np.dtype(
+    [
+        ("seed", np.int64),
+        ("position", np.int64),  # index of the token in the output
+        ("top_k", np.int64),  # 0: off
+        ("logit_row", np.int32),  # of the logits, from which this is drawn
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+    ]
+)
+
+
 @dataclass(slots=True)
 class SampleRows:
-    """What S rows ask for; columns [S]. `edits` holds (row, edits, tokens already put out) of some of them."""
+    """S rows, by rising logit row. `edits` holds (row, edits, tokens already put out) of some of them."""
 
-    temperature: np.ndarray  # float32
-    top_k: np.ndarray  # int64; 0: off
-    top_p: np.ndarray  # float32
-    min_p: np.ndarray  # float32
-    seeds: np.ndarray  # int64
-    positions: np.ndarray  # int64 index of the token in the output
-    logit_rows: np.ndarray  # int32, rising: the row of logits that each is drawn from
+    asked: np.ndarray  # SAMPLE_ROW [S]
     edits: list[tuple[int, LogitEdits, int]]
 
     def without_edits(self) -> SampleRows:
         """The rows whose logits stay as they are."""
-        if not self.edits:
-            return self
-        plain = np.ones(len(self.positions), dtype=bool)
-        plain[self.edited] = False
-        return self._pick(plain, self.logit_rows[plain])
-
-    def with_edits(self) -> SampleRows:
-        """The other rows, to be drawn from `edited_logits`."""
-        return self._pick(self.edited, np.arange(len(self.edits), dtype=np.int32))
+        return SampleRows(np.delete(self.asked, self.edited), []) if self.edits else self
 
     @property
-    def edited(self) -> np.ndarray:
-        """int64, rising: which rows have edits."""
-        return np.array([row for row, _, _ in self.edits], dtype=np.int64)
-
-    def _pick(self, which: np.ndarray, logit_rows: np.ndarray) -> SampleRows:
-        return SampleRows(
-            temperature=self.temperature[which],
-            top_k=self.top_k[which],
-            top_p=self.top_p[which],
-            min_p=self.min_p[which],
-            seeds=self.seeds[which],
-            positions=self.positions[which],
-            logit_rows=logit_rows,
-            edits=[],
-        )
+    def edited(self) -> list[int]:
+        """Which rows have edits, rising."""
+        return [row for row, _, _ in self.edits]
 
 
 Choose = Callable[[torch.Tensor, SampleRows], np.ndarray]
 
 
+@torch.inference_mode()
 def add_edited(token_ids: np.ndarray, logits: torch.Tensor, rows: SampleRows, choose: Choose) -> np.ndarray:
     """integers [S]: a token for each row; `token_ids` are those of `rows.without_edits()`, `choose` is the backend's.
 
@@ -75,29 +64,33 @@ def add_edited(token_ids: np.ndarray, logits: torch.Tensor, rows: SampleRows, ch
     """
     if not rows.edits:
         return token_ids
-    every = np.empty(len(rows.positions), dtype=np.int64)
-    every[rows.edited] = choose(_edited_logits(logits, rows), rows.with_edits())
-    every[np.setdiff1d(np.arange(len(every)), rows.edited)] = token_ids
+    edited, every = rows.edited, np.empty(len(rows.asked), dtype=np.int64)
+    asked = rows.asked[edited]
+    asked["logit_row"] = np.arange(len(edited))
+    every[edited] = choose(_edited_logits(logits, rows), SampleRows(asked, []))
+    every[np.delete(np.arange(len(every)), edited)] = token_ids
     return every
 
 
 def choose(logits: torch.Tensor, rows: SampleRows) -> np.ndarray:
     """int64 [S]: a token for each row from logits [N, vocab] as they are, -1 where the largest is not finite."""
-    logits = pick_rows(logits, rows.logit_rows)
+    every = rows.asked
+    logits = pick_rows(logits, every["logit_row"])
     broken = ~torch.isfinite(logits.amax(dim=-1)).cpu().numpy()
-    is_random = rows.temperature >= GREEDY_TEMPERATURE
+    is_random = every["temperature"] >= GREEDY_TEMPERATURE
     token_ids = np.full(len(broken), -1, dtype=np.int64)
     greedy = np.flatnonzero(~is_random & ~broken)
     if len(greedy):
         token_ids[greedy] = pick_rows(logits, greedy).argmax(dim=-1).cpu().numpy()  # the first of equals
     random = np.flatnonzero(is_random & ~broken)
     if len(random):
+        columns = {name: every[name][random] for name in SAMPLE_ROW.names or ()}
         asked = DrawRows(
-            temperature=rows.temperature[random],
-            top_k=rows.top_k[random],
-            top_p=rows.top_p[random],
-            min_p=rows.min_p[random],
-            uniform=uniforms(rows.seeds[random], rows.positions[random]),
+            temperature=columns["temperature"],
+            top_k=columns["top_k"],
+            top_p=columns["top_p"],
+            min_p=columns["min_p"],
+            uniform=uniforms(columns["seed"], columns["position"]),
         )
         token_ids[random] = draw(pick_rows(logits, random), asked).cpu().numpy()
     return token_ids
@@ -105,6 +98,6 @@ def choose(logits: torch.Tensor, rows: SampleRows) -> np.ndarray:
 
 def _edited_logits(logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
     """float32 [E, vocab]: of the rows with edits, after these."""
-    values = logits[to_device(rows.logit_rows[rows.edited], logits)]
+    values = logits[to_device(rows.asked["logit_row"][rows.edited], logits)]
     apply_edits(values, [edit for _, edit, _ in rows.edits], [count for _, _, count in rows.edits])
     return values

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ from nanoserve.runner.batch import RequestTable
 from nanoserve.runner.model_runner import ModelRunner
 from nanoserve.runner.native.backend import NativeBackend
 from nanoserve.runner.native.build import missing_cpu_features
-from nanoserve.runner.sampler import SampleRows
+from nanoserve.runner.sampler import SAMPLE_ROW, SampleRows
 from tests.runner.native_models import VOCAB, make_native, make_spec
 from tests.runner.plans import Driver
 
@@ -43,21 +41,21 @@ def random_rows(random: np.random.Generator, num_logits: int) -> SampleRows:
     """Rows of all kinds, drawn from some of the logits."""
     drawn = np.flatnonzero(random.random(num_logits) < 0.8)
     size = len(drawn)
-    return SampleRows(
-        temperature=random.choice([0.0, 0.7, 1.0, 3.0], size).astype(np.float32),
-        top_k=random.choice([0, 0, 1, 7, VOCAB + 5], size),
-        top_p=random.choice([1.0, 1.0, 0.9, 1e-9], size).astype(np.float32),
-        min_p=random.choice([0.0, 0.0, 0.05], size).astype(np.float32),
-        seeds=random.integers(-(2**62), 2**62, size),
-        positions=random.integers(0, 2**40, size),
-        logit_rows=drawn.astype(np.int32),
-        edits=[],
-    )
+    asked = np.empty(size, dtype=SAMPLE_ROW)
+    asked["seed"] = random.integers(-(2**62), 2**62, size)
+    asked["position"] = random.integers(0, 2**40, size)
+    asked["top_k"] = random.choice([0, 0, 1, 7, VOCAB + 5], size)
+    asked["logit_row"] = drawn
+    asked["temperature"] = random.choice([0.0, 0.7, 1.0, 3.0], size)
+    asked["top_p"] = random.choice([1.0, 1.0, 0.9, 1e-9], size)
+    asked["min_p"] = random.choice([0.0, 0.0, 0.05], size)
+    return SampleRows(asked, [])
 
 
-def pick(rows: SampleRows, index: int) -> SampleRows:
-    columns = {name: column[index : index + 1] for name, column in dataclasses.asdict(rows).items()}
-    return SampleRows(**columns | {"logit_rows": np.zeros(1, np.int32), "edits": []})
+def alone_of(rows: SampleRows, index: int) -> SampleRows:
+    asked = rows.asked[index : index + 1].copy()
+    asked["logit_row"] = 0
+    return SampleRows(asked, [])
 
 
 @pytest.mark.rule(36)
@@ -74,8 +72,8 @@ def test_a_step_draws_what_its_logits_give_afterwards(name: str, threads: int) -
         token_ids, logits = backend.forward_drawn(batch, rows)
         assert torch.equal(logits, alone) and np.array_equal(backend.greedy_ids, alone.argmax(1).numpy())
         assert np.array_equal(token_ids, backend.choose(alone, rows))
-        for index, logit_row in enumerate(rows.logit_rows.tolist()):
-            assert token_ids[index] == backend.choose(alone[logit_row : logit_row + 1], pick(rows, index))[0]
+        for index, logit_row in enumerate(rows.asked["logit_row"].tolist()):
+            assert token_ids[index] == backend.choose(alone[logit_row : logit_row + 1], alone_of(rows, index))[0]
         total += len(token_ids)
         differing += int((token_ids != sampler.choose(alone, rows)).sum())  # torch rounds otherwise
     assert total > 300 and differing <= 1
@@ -113,7 +111,7 @@ def test_a_row_without_numbers_gets_no_token_and_disturbs_nobody() -> None:
     poisoned(backend, VOCAB - 1)
     batch.token_ids[batch.row_starts[5]] = VOCAB - 1  # and so all of that row
     token_ids, _ = backend.forward_drawn(batch, rows)
-    tokens = batch.logit_tokens[rows.logit_rows]
+    tokens = batch.logit_tokens[rows.asked["logit_row"]]
     broken = (tokens >= batch.row_starts[5]) & (tokens < batch.row_starts[6])
     assert broken.any() and (good >= 0).all()
     assert (token_ids[broken] == -1).all() and np.array_equal(token_ids[~broken], good[~broken])

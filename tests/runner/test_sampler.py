@@ -19,7 +19,7 @@ from nanoserve.runner.native import draw as native_draw
 from nanoserve.runner.native.build import NativeUnavailable, default_cache_dir, library_path
 from nanoserve.runner.native.library import load_library
 from nanoserve.runner.philox import uniforms
-from nanoserve.runner.sampler import SampleRows, add_edited
+from nanoserve.runner.sampler import SAMPLE_ROW, SampleRows, add_edited
 from nanoserve.runner.scores import score_tokens
 from nanoserve.sched.plan import NewRequest
 
@@ -61,18 +61,14 @@ def draw(logits: torch.Tensor, rows: list[Row]) -> list[int]:
 
 
 def as_rows(rows: list[Row]) -> SampleRows:
-    def column(name: str, dtype: type) -> np.ndarray:
-        return np.array([getattr(row.sampling, name) for row in rows], dtype=dtype)
-
+    asked = np.empty(len(rows), dtype=SAMPLE_ROW)
+    for name in ("seed", "top_k", "temperature", "top_p", "min_p"):
+        asked[name] = [getattr(row.sampling, name) for row in rows]
+    asked["position"] = [len(row.output) for row in rows]
+    asked["logit_row"] = np.arange(len(rows))
     return SampleRows(
-        temperature=column("temperature", np.float32),
-        top_k=column("top_k", np.int64),
-        top_p=column("top_p", np.float32),
-        min_p=column("min_p", np.float32),
-        seeds=column("seed", np.int64),
-        positions=np.array([len(row.output) for row in rows], dtype=np.int64),
-        logit_rows=np.arange(len(rows), dtype=np.int32),
-        edits=[(index, row.edits, len(row.output)) for index, row in enumerate(rows) if row.edits],
+        asked,
+        [(index, row.edits, len(row.output)) for index, row in enumerate(rows) if row.edits],
     )
 
 

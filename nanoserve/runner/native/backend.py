@@ -103,6 +103,8 @@ class NativeBackend:
         self._num_blocks = 0
         self._logits = torch.empty(0, _logit_stride(spec.vocab_size))
         self.greedy_ids: Int32 = np.empty(0, np.int32)
+        self._indices: Int32 = np.empty(0, np.int32)  # of the step that runs
+        self._indices_address = 0
         self._model: int | None = self._make_model(threads)
 
     def kv_bytes_per_block(self) -> int:
@@ -126,9 +128,9 @@ class NativeBackend:
     def forward_drawn(self, batch: ForwardBatch, rows: SampleRows) -> tuple[Int32, torch.Tensor]:
         """One step that ends with the draws: its threads are awake, and share them."""
         logits = self._logits_of(batch)
-        draws = draw.Draws.of(rows, logits)
-        self._run(batch, logits.data_ptr(), ctypes.byref(draws.raw))
-        return draws.token_ids, logits
+        asked, token_ids = draw.begin(logits, rows)
+        self._run(batch, logits.data_ptr(), ctypes.byref(asked))
+        return token_ids, logits
 
     def forward_greedy(self, batch: ForwardBatch) -> Int32:
         """One step that only tells the likeliest token of each logit row, -1 where the row is not finite."""
@@ -188,13 +190,15 @@ class NativeBackend:
     def _run(self, batch: ForwardBatch, logits: int, draws: Any = None) -> None:
         assert self._kv is not None and self._model is not None, "allocate_kv comes first, close last"
         rows, width = batch.block_tables.shape
-        parts = (batch.token_ids, batch.positions, batch.row_starts, batch.block_tables.reshape(-1), batch.logit_tokens)
-        flat = np.concatenate(parts, dtype=np.int32)
-        ends = itertools.accumulate(len(part) for part in parts)
-        starts = [flat.ctypes.data + 4 * end for end in (0, *ends)]
         greedy_ids = np.empty(len(batch.logit_tokens), np.int32)
         sizes = len(batch.token_ids), rows, width, len(greedy_ids), self._logits.shape[1], self._max_positions
-        raw = Batch(*sizes, -1, *starts[:-1])
+        parts = (batch.token_ids, batch.positions, batch.row_starts, batch.block_tables.reshape(-1), batch.logit_tokens)
+        ends = list(itertools.accumulate(map(len, parts), initial=0))
+        if ends[-1] > len(self._indices):
+            self._indices = np.empty(2 * ends[-1], np.int32)
+            self._indices_address = self._indices.ctypes.data  # asking for it costs more than the copy below
+        np.concatenate(parts, out=self._indices[: ends[-1]])
+        raw = Batch(*sizes, -1, *(self._indices_address + 4 * end for end in ends[:-1]))
         # An index out of range in a step would end the process, or worse.
         if fault := self._library.ns_model_check(self._model, ctypes.byref(raw)):
             raise ValueError(self._fault(fault))

@@ -84,9 +84,8 @@ class Batch(Structure):
 
 class Draw(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("rows", "vocab", "logit_stride")),
-        *((name, c_void_p) for name in ("logits", "logit_rows", "temperature", "top_p", "min_p", "top_k", "seeds")),
-        *((name, c_void_p) for name in ("positions", "token_ids")),
+        *((name, c_int32) for name in ("num_rows", "vocab", "logit_stride")),
+        *((name, c_void_p) for name in ("rows", "logits", "token_ids")),
     ]
 
 

@@ -278,12 +278,12 @@ double uniform_of(uint64_t seed, uint64_t position) {
 }
 
 int draw_row(const NsDraw& draw, int index, Scratch& scratch) {
-    const float temperature = draw.temperature[index];
-    const float* logits = draw.logits + static_cast<size_t>(draw.logit_rows[index]) * draw.logit_stride;
-    Row row{logits, draw.vocab, 0, 1.44269504f / temperature, draw.min_p[index], draw.top_p[index], draw.top_k[index], 0};
+    const NsDrawRow& asked = draw.rows[index];
+    const float* logits = draw.logits + static_cast<size_t>(asked.logit_row) * draw.logit_stride;
+    Row row{logits, draw.vocab, 0, 1.44269504f / asked.temperature, asked.min_p, asked.top_p, asked.top_k, 0};
     const int top = find_top(row);
-    if (top < 0 || temperature < kGreedyTemperature) return top;
-    row.uniform = uniform_of(static_cast<uint64_t>(draw.seeds[index]), static_cast<uint64_t>(draw.positions[index]));
+    if (top < 0 || asked.temperature < kGreedyTemperature) return top;
+    row.uniform = uniform_of(static_cast<uint64_t>(asked.seed), static_cast<uint64_t>(asked.position));
     const bool has_top_k = row.top_k > 0 && row.top_k < row.vocab;
     if (has_top_k) return draw_top_k(row, scratch);
     if (row.top_p >= 1) return draw_plain(row, scratch);
@@ -301,9 +301,9 @@ void draw_token(const NsDraw& draw, int row) {
 void draw_tokens(const NsDraw& draw, Team* team) {
     std::atomic<int> next{0};
     const auto work = [&](int) {
-        for (int row; (row = next.fetch_add(1, std::memory_order_relaxed)) < draw.rows;) draw_token(draw, row);
+        for (int row; (row = next.fetch_add(1, std::memory_order_relaxed)) < draw.num_rows;) draw_token(draw, row);
     };
-    if (team && draw.rows > 1) team->run_with_whoever_comes(work);
+    if (team && draw.num_rows > 1) team->run_with_whoever_comes(work);
     else work(0);
 }
 

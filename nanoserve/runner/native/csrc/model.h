@@ -38,12 +38,16 @@ struct NsBatch {  // ForwardBatch with its sizes
     const int32_t *token_ids, *positions, *row_starts, *block_tables, *logit_tokens;
 };
 
-struct NsDraw {  // SampleRows without edits; columns [rows], row i from row logit_rows[i] of logits [.., vocab]
-    int32_t rows, vocab, logit_stride;
+struct NsDrawRow {  // runner/sampler.py: SAMPLE_ROW
+    int64_t seed, position, top_k;
+    int32_t logit_row;  // of the logits, from which this is drawn
+    float temperature, top_p, min_p;
+};
+
+struct NsDraw {
+    int32_t num_rows, vocab, logit_stride;
+    const NsDrawRow* rows;
     const float* logits;
-    const int32_t* logit_rows;
-    const float *temperature, *top_p, *min_p;
-    const int64_t *top_k, *seeds, *positions;
     int32_t* token_ids;  // drawn; -1 for a row whose largest logit is not finite
 };
 

@@ -374,7 +374,7 @@ void Step::project_logits(int thread) {
 }
 
 void Step::draw_tokens(int thread) {
-    model_.phases.begin(thread, draw_->rows);
+    model_.phases.begin(thread, draw_->num_rows);
     for (int row; (row = model_.phases.claim(thread)) >= 0;) draw_token(*draw_, row);
 }
 
