@@ -60,6 +60,7 @@ class Peer:
     command: list[str]
     port: int
     env: dict[str, str] = field(default_factory=dict)
+    ready: str = "/health"  # the path that answers 200 once the model is loaded
 
     @property
     def url(self) -> str:
@@ -184,7 +185,7 @@ def peers(root: Path, model: str, names: list[str], cores: int) -> Iterator[Peer
 
 @contextlib.contextmanager
 def running(peer: Peer, log_dir: Path) -> Iterator[None]:
-    """Starts the server, waits until it answers /health, stops it with all its children."""
+    """Starts the server, waits until it is ready, stops it with all its children."""
     log_dir.mkdir(parents=True, exist_ok=True)
     with (log_dir / f"{peer.name}.log").open("w") as log:
         process = subprocess.Popen(
@@ -204,11 +205,10 @@ def running(peer: Peer, log_dir: Path) -> Iterator[None]:
 
 
 def _wait_healthy(peer: Peer, process: subprocess.Popen[bytes]) -> None:
-    path = "/ready" if peer.name.startswith("nanoserve") else "/health"
     ends = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < ends and process.poll() is None:
         try:
-            with urllib.request.urlopen(peer.url + path, timeout=5) as response:
+            with urllib.request.urlopen(peer.url + peer.ready, timeout=5) as response:
                 if response.status == 200:
                     return
         except (urllib.error.URLError, OSError):
@@ -223,7 +223,7 @@ def ours(model: str, ways: list[str], first_port: int) -> Iterator[Peer]:
         name, _, flags = way.partition(":")
         command = [sys.executable, "-m", "nanoserve.launch_server", "--model", model, "--max-model-len", "2048"]
         port = first_port + index
-        yield Peer(name, [*command, *flags.split(), "--port", str(port)], port)
+        yield Peer(name, [*command, *flags.split(), "--port", str(port)], port, ready="/ready")
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
