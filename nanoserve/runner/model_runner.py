@@ -66,10 +66,12 @@ class ModelRunner:
             token_ids, logits = self._backend.forward_drawn(rows.forward, asked.without_edits())
             forwarded = time.perf_counter()
             if asked.edits:
-                token_ids = add_edited(token_ids, logits, asked, self._backend.choose)
+                with torch.inference_mode():
+                    token_ids = add_edited(token_ids, logits, asked, self._backend.choose)
             drawn = _accepted(rows, token_ids)
             if rows.scored:
-                self._score(plan, rows, drawn, logits, result)
+                with torch.inference_mode():
+                    self._score(plan, rows, drawn, logits, result)
         self._take(plan, rows, drawn, result)
         result.times = StepTimes(prepared - began, forwarded - prepared, time.perf_counter() - forwarded)
         return result
@@ -90,7 +92,6 @@ class ModelRunner:
         result.token_ids = token_ids
         self._table.append(rows.places[drawn.rows], drawn.ahead, drawn.token_ids)
 
-    @torch.inference_mode()
     def _score(self, plan: StepPlan, rows: StepRows, drawn: _Drawn, logits: torch.Tensor, result: StepResult) -> None:
         if len(rows.prompt_scored):
             self._score_prompts(plan, rows, logits, result)

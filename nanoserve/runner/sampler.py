@@ -56,7 +56,6 @@ class SampleRows:
 Choose = Callable[[torch.Tensor, SampleRows], np.ndarray]
 
 
-@torch.inference_mode()
 def add_edited(token_ids: np.ndarray, logits: torch.Tensor, rows: SampleRows, choose: Choose) -> np.ndarray:
     """integers [S]: a token for each row; `token_ids` are those of `rows.without_edits()`, `choose` is the backend's.
 

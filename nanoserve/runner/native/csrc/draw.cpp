@@ -64,21 +64,20 @@ __m512 weights_of(const Row& row, __m512 logits) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(weights, _mm512_set1_ps(row.min_p), _CMP_GE_OQ), weights);
 }
 
-// The first of the largest logits; -1 where a logit is not a number or the largest is not finite.
-int find_top(Row& row) {
+// The first of the largest logits; index -1 where a logit is not a number or the largest is not finite.
+Best find_top(const float* logits, int vocab) {
     __m512 best = _mm512_set1_ps(-kInfinity);
     __mmask16 broken = 0;
-    for (int i = 0; i < row.vocab; i += kLanes) {
-        const __m512 values = load_row(row.logits, row.vocab, i);
+    for (int i = 0; i < vocab; i += kLanes) {
+        const __m512 values = load_row(logits, vocab, i);
         broken |= _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
         best = _mm512_max_ps(best, values);
     }
-    row.top = _mm512_reduce_max_ps(best);
-    if (broken || !std::isfinite(row.top)) return -1;
+    const float top = _mm512_reduce_max_ps(best);
+    if (broken || !std::isfinite(top)) return {top, -1};
     for (int i = 0;; i += kLanes) {
-        const __mmask16 equal =
-            _mm512_cmp_ps_mask(load_row(row.logits, row.vocab, i), _mm512_set1_ps(row.top), _CMP_EQ_OQ);
-        if (equal) return i + __builtin_ctz(equal);
+        const __mmask16 equal = _mm512_cmp_ps_mask(load_row(logits, vocab, i), _mm512_set1_ps(top), _CMP_EQ_OQ);
+        if (equal) return {top, i + __builtin_ctz(equal)};
     }
 }
 
@@ -277,31 +276,35 @@ double uniform_of(uint64_t seed, uint64_t position) {
     return static_cast<double>(uint64_t{c[0]} << 21 | c[1] >> 11) * 0x1p-53;
 }
 
-int draw_row(const NsDraw& draw, int index, Scratch& scratch) {
+const float* logits_of(const NsDraw& draw, int row) {
+    return draw.logits + static_cast<size_t>(draw.rows[row].logit_row) * draw.logit_stride;
+}
+
+int draw_row(const NsDraw& draw, int index, const Best& top, Scratch& scratch) {
     const NsDrawRow& asked = draw.rows[index];
-    const float* logits = draw.logits + static_cast<size_t>(asked.logit_row) * draw.logit_stride;
-    Row row{logits, draw.vocab, 0, 1.44269504f / asked.temperature, asked.min_p, asked.top_p, asked.top_k, 0};
-    const int top = find_top(row);
-    if (top < 0 || asked.temperature < kGreedyTemperature) return top;
+    if (top.index < 0 || asked.temperature < kGreedyTemperature) return top.index;
+    Row row{logits_of(draw, index), draw.vocab, top.value, 1.44269504f / asked.temperature, asked.min_p, asked.top_p,
+            asked.top_k, 0};
     row.uniform = uniform_of(static_cast<uint64_t>(asked.seed), static_cast<uint64_t>(asked.position));
     const bool has_top_k = row.top_k > 0 && row.top_k < row.vocab;
     if (has_top_k) return draw_top_k(row, scratch);
     if (row.top_p >= 1) return draw_plain(row, scratch);
     const int chosen = draw_top_p(row, scratch);
-    return chosen < 0 ? top : chosen;
+    return chosen < 0 ? top.index : chosen;
 }
 
 }  // namespace
 
-void draw_token(const NsDraw& draw, int row) {
+void draw_token(const NsDraw& draw, int row, const Best& top) {
     thread_local Scratch scratch;
-    draw.token_ids[row] = draw_row(draw, row, scratch);
+    draw.token_ids[row] = draw_row(draw, row, top, scratch);
 }
 
 void draw_tokens(const NsDraw& draw, Team* team) {
     std::atomic<int> next{0};
     const auto work = [&](int) {
-        for (int row; (row = next.fetch_add(1, std::memory_order_relaxed)) < draw.num_rows;) draw_token(draw, row);
+        for (int row; (row = next.fetch_add(1, std::memory_order_relaxed)) < draw.num_rows;)
+            draw_token(draw, row, find_top(logits_of(draw, row), draw.vocab));
     };
     if (team && draw.num_rows > 1) team->run_with_whoever_comes(work);
     else work(0);
