@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanoserve import __version__
@@ -91,6 +91,7 @@ def _template(config: ServerConfig, files: ModelFiles) -> ChatTemplate | None:
 def _fingerprint(config: ServerConfig, facts: EngineFacts, files: ModelFiles) -> str:
     """Of what an answer depends on: version, weight files (names and sizes), how the engine computes."""
     weights = sorted((path.name, path.stat().st_size) for path in files.weight_files)
-    how = (facts.dtype, facts.kv_cache_dtype, facts.device, facts.attention_backend, asdict(config.engine))
+    found = (facts.dtype, facts.kv_cache_dtype, facts.device, facts.attention_backend)
+    how = (*found, config.model.quantization, config.engine.engine_threads)
     parts = repr((__version__, config.model.model, config.model.revision, weights, how))
     return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:12]

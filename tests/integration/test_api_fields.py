@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.config import ApiConfig, ObsConfig, ServerConfig
+from nanoserve.config import ApiConfig, EngineConfig, ModelConfig, ObsConfig, ServerConfig
 from nanoserve.ipc.messages import AbortCause, AddRequest, FinishReason, RepetitionDetection
 from tests.integration.api_ring import Api, loaded_api
 
@@ -41,6 +41,24 @@ async def test_usage_comes_unasked_where_the_server_says_so(tmp_path: Path) -> N
         for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [USER]})):
             events = await api.events(path, {**body, "max_tokens": 2})
             assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 2
+
+
+async def test_the_fingerprint_stands_in_every_form_and_follows_what_answers_depend_on(tmp_path: Path) -> None:
+    seen: list[str] = []
+    configs = (
+        ServerConfig(),
+        ServerConfig(engine=EngineConfig(standby_engine=True)),
+        ServerConfig(model=ModelConfig(quantization="int8")),
+    )
+    for number, config in enumerate(configs):
+        async with loaded_api(tmp_path / str(number), config) as api:
+            forms = []
+            for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [USER]})):
+                forms.append((await api.post(path, {**body, "max_tokens": 2}))[1])
+                forms += await api.events(path, {**body, "max_tokens": 2})
+            (fingerprint,) = {form["system_fingerprint"] for form in forms}
+            seen.append(fingerprint)
+    assert seen[0] == seen[1] != seen[2] and seen[0].startswith("fp_")
 
 
 async def test_a_prefix_of_the_proxy_may_be_there_or_not_and_opens_nothing(tmp_path: Path) -> None:
