@@ -11,7 +11,9 @@ import torch
 from nanoserve.runner.draw import row_sums
 from nanoserve.sched.plan import TokenScores
 
-_ROWS_AT_ONCE = 64  # bounds the memory: a row of logits is up to 1 MB
+# 4 MiB: what fits into the caches, and what the allocator keeps instead of mapping fresh pages for every temporary.
+# With Gemma's vocabulary, 64 rows at once took five times as long per row as 4.
+_VALUES_AT_ONCE = 1 << 20
 _SPARE = 8  # candidates beyond those asked for, so that equal values at the edge are taken by rising id
 _LOWEST = -9999.0  # what minus infinity is reported as
 
@@ -19,8 +21,9 @@ _LOWEST = -9999.0  # what minus infinity is reported as
 def score_tokens(logits: torch.Tensor, rows: np.ndarray, token_ids: np.ndarray, num_top: int) -> list[TokenScores]:
     """Scores of token_ids[i] under row rows[i] of logits [S, vocab], with the num_top most likely ids of that row."""
     scores: list[TokenScores] = []
-    for begin in range(0, len(rows), _ROWS_AT_ONCE):
-        part = slice(begin, begin + _ROWS_AT_ONCE)
+    step = max(1, _VALUES_AT_ONCE // logits.shape[1])
+    for begin in range(0, len(rows), step):
+        part = slice(begin, begin + step)
         index = torch.from_numpy(rows[part]).to(logits.device)
         tokens = torch.from_numpy(token_ids[part]).to(logits.device)
         scores += _score_rows(logits[index], tokens, num_top)
