@@ -23,6 +23,7 @@ from nanoserve.ipc.endpoints import is_private
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+_READABLE = int(zmq.POLLIN)
 _MOST_AT_ONCE = 64  # messages that a listener gets in one turn of its loop
 LOOK_S = 1.0  # between two looks at a receiver's socket file
 
@@ -110,13 +111,10 @@ class Inbox(Generic[T]):
         """Takes all that waits (at most `limit` when positive) without sleeping."""
         self._bound.look()
         messages: list[T] = []
-        while not limit or len(messages) < limit:
+        # Asked before each, because an exception costs several times as much, at every step of the engine.
+        while (not limit or len(messages) < limit) and self._socket.getsockopt(zmq.EVENTS) & _READABLE:
             try:
-                frame = self._socket.recv(zmq.NOBLOCK, copy=True)
-            except zmq.Again:
-                break
-            try:
-                messages.append(self._decoder.decode(frame))
+                messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK, copy=True)))
             except msgspec.MsgspecError:
                 self.dropped += 1
         return messages
@@ -167,8 +165,7 @@ class AsyncInbox(Generic[T]):
         if self._socket.closed or self._take is None:
             return
         messages: list[T] = []
-        # Asked before each, because an exception costs several times as much, at every step of the engine.
-        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while self._socket.getsockopt(zmq.EVENTS) & _READABLE:  # as in `Inbox.drain`
             if len(messages) == _MOST_AT_ONCE:
                 self._loop.call_soon(self._on_readable)  # the loop's other work comes first, however fast they come
                 break

@@ -154,7 +154,8 @@ class Scheduler:
         budget.keep_for_probe(self._waiting)
         self._schedule_running(plan, budget)
         if self.counters.preemptions == preemptions:
-            self._schedule_waiting(plan, budget, now_ns)
+            if self._waiting:
+                self._schedule_waiting(plan, budget, now_ns)
             self.drafter.add_drafts(plan.rows, self._running, self.tables, self.limits.max_num_batched_tokens)
         plan.dropped, self._dropped = self._dropped, []
         self._num_steps += bool(plan.rows)
@@ -240,9 +241,8 @@ class Scheduler:
     def _keys_in_step(self, plan: StepPlan) -> set[BlockKey]:
         """Keys of the blocks that the rows planned so far fill."""
         keys: set[BlockKey] = set()
-        if self._waiting:
-            for row in plan.rows:
-                keys.update(self.tables.keys_in_step(self._running[row.request_id], row.num_tokens))
+        for row in plan.rows:
+            keys.update(self.tables.keys_in_step(self._running[row.request_id], row.num_tokens))
         return keys
 
     def _start(self, request: Request, now_ns: int) -> NewRequest:

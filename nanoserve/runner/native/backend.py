@@ -100,8 +100,9 @@ class NativeBackend:
         self._ropes = {rope: _rope_tables(rope, spec, self._max_positions) for rope in ropes}
         self._kv: np.ndarray | None = None
         self._prefault: Prefault | None = None
-        self._num_blocks = 0
-        self._logits = torch.empty(0, _logit_stride(spec.vocab_size))
+        self._logit_stride = _logit_stride(spec.vocab_size)
+        self._logits_memory = torch.empty(0, self._logit_stride)
+        self._logits = self._logits_memory  # the last step's part of it
         self.greedy_ids: Int32 = np.empty(0, np.int32)
         self._indices: Int32 = np.empty(0, np.int32)  # of the step that runs
         self._indices_address = 0
@@ -113,7 +114,6 @@ class NativeBackend:
     def allocate_kv(self, num_blocks: int) -> None:
         # Zeros matter: a masked token's weight is 0, and 0 times whatever memory held could be NaN.
         self._kv = allocate(num_blocks * self.kv_bytes_per_block(), "kv cache")
-        self._num_blocks = num_blocks
         pages = num_blocks * self._options.block_size // _PAGE_TOKENS
         self._library.ns_model_set_kv(self._model, self._kv.ctypes.data, pages)
         if self._kv.nbytes >= LEAST_BYTES:
@@ -183,15 +183,17 @@ class NativeBackend:
         """Room for the logits of a step, kept: fresh memory of this size costs a page fault every 4 KiB, 1-2 ms a step
         at 64 rows."""
         rows = len(batch.logit_tokens)
-        if rows > len(self._logits):
-            self._logits = torch.empty(rows, self._logits.shape[1])
-        return self._logits[:rows, : self._spec.vocab_size]
+        if rows > len(self._logits_memory):
+            self._logits_memory = torch.empty(rows, self._logit_stride)
+        if rows != len(self._logits):
+            self._logits = self._logits_memory[:rows, : self._spec.vocab_size]
+        return self._logits
 
     def _run(self, batch: ForwardBatch, logits: int, draws: Any = None) -> None:
         assert self._kv is not None and self._model is not None, "allocate_kv comes first, close last"
         rows, width = batch.block_tables.shape
         greedy_ids = np.empty(len(batch.logit_tokens), np.int32)
-        sizes = len(batch.token_ids), rows, width, len(greedy_ids), self._logits.shape[1], self._max_positions
+        sizes = len(batch.token_ids), rows, width, len(greedy_ids), self._logit_stride, self._max_positions
         parts = (batch.token_ids, batch.positions, batch.row_starts, batch.block_tables.reshape(-1), batch.logit_tokens)
         ends = list(itertools.accumulate(map(len, parts), initial=0))
         if ends[-1] > len(self._indices):
