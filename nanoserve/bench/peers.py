@@ -27,6 +27,7 @@ from pathlib import Path
 
 from nanoserve.bench import serve as bench_serve
 from nanoserve.config import ModelConfig, ServerConfig
+from nanoserve.errors import StartupError
 from nanoserve.hub.resolve import prepare
 from nanoserve.hub.sources import locate
 
@@ -248,7 +249,10 @@ def main() -> None:
         sys.exit("cmake is needed to build llama.cpp")
     names = args.peer or list(USUAL)
     servers = [*ours(args.model, args.ours or ["nanoserve:"], 8100)]
-    servers += peers(args.root, args.model, names, os.cpu_count() or 1)
+    try:
+        servers += peers(args.root, args.model, names, os.cpu_count() or 1)
+    except StartupError as exc:  # a model that is not installed, and the like
+        sys.exit(str(exc))
     with contextlib.ExitStack() as stack:
         for server in servers:
             print(f"starting {server.name}: {' '.join(server.command)}", file=sys.stderr, flush=True)
