@@ -1,18 +1,23 @@
-"""Small random models of every family in sizes that the C++ engine takes, and both backends over the same weights."""
+"""Small random models of every family in sizes that the C++ engine takes, both backends over the same weights, and
+what the tests of keys and values in either form ask of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
+from nanoserve.runner.backend import ForwardBackend
 from nanoserve.runner.models import read_model_spec
 from nanoserve.runner.models.spec import ModelSpec
 from nanoserve.runner.native.backend import NativeBackend, NativeOptions
 from nanoserve.runner.native.packing import Weights
 from nanoserve.runner.torch_backend import TorchBackend
+from tests.runner.tiny import Sequences
 
 VOCAB = 139  # no multiple of 32: the last panel of the output layer is part padding
+IDS: list[int] = np.random.default_rng(7).integers(0, VOCAB, 1400).tolist()
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 96,
@@ -83,3 +88,38 @@ def make_torch(
     backend = TorchBackend(spec, weights, block_size=block_size, dtype=dtype, device=device, kv_dtype=kv_dtype)
     backend.allocate_kv(num_blocks)
     return backend
+
+
+def logits_of(backend: ForwardBackend, chunks: list[int]) -> torch.Tensor:
+    """Logits of every position of a sequence of the first IDS that is fed in the given chunks."""
+    sequences = Sequences(backend, 16, 160)
+    index, parts, start = sequences.add(IDS[: sum(chunks)]), [], 0
+    for count in chunks:
+        parts += [part.clone() for part in sequences.run([(index, start, count)])]
+        start += count
+    return torch.cat(parts)
+
+
+def error_of(logits: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((logits - exact).norm() / exact.norm())
+
+
+def check_company(backend: ForwardBackend) -> None:
+    """A step of decodes, prefill chunks, a prompt behind a shared prefix and a row without new tokens: the logits of
+    each are the bits of that sequence alone."""
+    alone = logits_of(backend, [400])
+    sequences = Sequences(backend, 16, 160, 3)
+    rows = [sequences.add(IDS[:length]) for length in (17, 33, 300, 400, 64)]
+    shared = sequences.add(IDS[:90], sequences.table(rows[3])[:4])
+    sequences.run([(rows[0], 0, 16), (rows[1], 0, 32), (rows[3], 0, 380)])
+    mixed = [
+        (rows[0], 16, 1),
+        (rows[2], 0, 137),
+        (rows[3], 380, 0),
+        (rows[1], 32, 1),
+        (shared, 64, 26),
+        (rows[3], 380, 20),
+        (rows[4], 0, 64),
+    ]
+    for (_, start, count), part in zip(mixed, sequences.run(mixed), strict=True):
+        assert torch.equal(part, alone[start : start + count])

@@ -6,30 +6,24 @@ import numpy as np
 import pytest
 import torch
 
-from nanoserve.runner.backend import ForwardBackend, ForwardBatch
+from nanoserve.runner.backend import ForwardBatch
 from nanoserve.runner.kv_cache import PagedKVCache, bytes_per_block
 from nanoserve.runner.native.build import missing_cpu_features
-from tests.runner.native_models import CONFIGS, VOCAB, make_native, make_spec, make_torch
+from tests.runner.native_models import (
+    CONFIGS,
+    IDS,
+    VOCAB,
+    check_company,
+    error_of,
+    logits_of,
+    make_native,
+    make_spec,
+    make_torch,
+)  # fmt: skip
 from tests.runner.tiny import Sequences
 
 pytestmark = pytest.mark.slow
 needs_cpu = pytest.mark.skipif(bool(missing_cpu_features()), reason="the CPU lacks what the engine needs")
-
-_IDS = np.random.default_rng(11).integers(0, VOCAB, 1400).tolist()
-
-
-def _logits(backend: ForwardBackend, chunks: list[int], block_size: int = 16) -> torch.Tensor:
-    """Logits of all positions of one sequence that is fed in the given chunks."""
-    sequences = Sequences(backend, block_size, 160)
-    index, parts, start = sequences.add(_IDS[: sum(chunks)]), [], 0
-    for count in chunks:
-        parts += [part.clone() for part in sequences.run([(index, start, count)])]
-        start += count
-    return torch.cat(parts)
-
-
-def _error(logits: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((logits - exact).norm() / exact.norm())
 
 
 def test_what_is_stored_is_at_most_half_a_step_off() -> None:
@@ -56,61 +50,44 @@ def test_engine_is_no_further_from_float32_than_torch_in_bfloat16(name: str) -> 
     """All three over int8 keys and values. The models have 1, 3, 4 and 9 query heads a key head, head sizes 32 to 256,
     windows within and beyond a segment. With another scale, another order or a mistaken sign the error is above 1."""
     spec = make_spec(name)
-    exact = _logits(make_torch(spec, torch.float32, kv_dtype=torch.int8), [300])
-    rounded = _error(_logits(make_torch(spec, torch.bfloat16, kv_dtype=torch.int8), [300]), exact)
-    ours = _logits(make_native(spec, kv_dtype=torch.int8), [300])
-    assert 0 < _error(ours, exact) <= 1.1 * rounded
-    assert not torch.equal(ours, _logits(make_native(spec), [300]))
+    exact = logits_of(make_torch(spec, torch.float32, kv_dtype=torch.int8), [300])
+    rounded = error_of(logits_of(make_torch(spec, torch.bfloat16, kv_dtype=torch.int8), [300]), exact)
+    ours = logits_of(make_native(spec, kv_dtype=torch.int8), [300])
+    assert 0 < error_of(ours, exact) <= 1.1 * rounded
+    assert not torch.equal(ours, logits_of(make_native(spec), [300]))
 
 
 @needs_cpu
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 33, 47, 48])
 def test_short_contexts(length: int) -> None:
     spec = make_spec("llama")
-    exact = _logits(make_torch(spec, torch.float32, kv_dtype=torch.int8), [length])
-    assert _error(_logits(make_native(spec, kv_dtype=torch.int8), [length]), exact) < 0.1
+    exact = logits_of(make_torch(spec, torch.float32, kv_dtype=torch.int8), [length])
+    assert error_of(logits_of(make_native(spec, kv_dtype=torch.int8), [length]), exact) < 0.1
 
 
 @needs_cpu
 @pytest.mark.parametrize("name", ["llama", "llama-mha-tied", "llama-mqa-9", "mistral-long-window", "gemma3"])
 def test_chunks_and_split_contexts_change_no_bit(name: str) -> None:
     backend = make_native(make_spec(name), kv_dtype=torch.int8)
-    whole = _logits(backend, [1100])
+    whole = logits_of(backend, [1100])
     assert torch.equal(
-        _logits(backend, [1, 2, 3, 5, 12, 13, 16, 48, 100, 57, *[1] * 3, 300, 460, 7, 33, *[1] * 40]), whole
+        logits_of(backend, [1, 2, 3, 5, 12, 13, 16, 48, 100, 57, *[1] * 3, 300, 460, 7, 33, *[1] * 40]), whole
     )
 
 
 @needs_cpu
 def test_wide_blocks_change_no_bit() -> None:
     spec = make_spec("llama")
-    whole = _logits(make_native(spec, kv_dtype=torch.int8), [100])
+    whole = logits_of(make_native(spec, kv_dtype=torch.int8), [100])
     wide = make_native(spec, threads=3, block_size=48, num_blocks=40, kv_dtype=torch.int8)
     sequences = Sequences(wide, 48, 40)
-    assert torch.equal(sequences.run([(sequences.add(_IDS[:100]), 0, 100)])[0], whole)
+    assert torch.equal(sequences.run([(sequences.add(IDS[:100]), 0, 100)])[0], whole)
 
 
 @needs_cpu
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_company_changes_no_bit(name: str) -> None:
-    """Decodes, prefill chunks, a prompt behind a shared prefix, and a row without new tokens in one step."""
-    backend = make_native(make_spec(name), kv_dtype=torch.int8)
-    alone = _logits(backend, [400])
-    sequences = Sequences(backend, 16, 160, 3)
-    rows = [sequences.add(_IDS[:length]) for length in (17, 33, 300, 400, 64)]
-    shared = sequences.add(_IDS[:90], sequences.table(rows[3])[:4])
-    sequences.run([(rows[0], 0, 16), (rows[1], 0, 32), (rows[3], 0, 380)])
-    mixed = [
-        (rows[0], 16, 1),
-        (rows[2], 0, 137),
-        (rows[3], 380, 0),
-        (rows[1], 32, 1),
-        (shared, 64, 26),
-        (rows[3], 380, 20),
-        (rows[4], 0, 64),
-    ]
-    for (_, start, count), part in zip(mixed, sequences.run(mixed), strict=True):
-        assert torch.equal(part, alone[start : start + count])
+    check_company(make_native(make_spec(name), kv_dtype=torch.int8))
 
 
 @needs_cpu
@@ -118,16 +95,16 @@ def test_a_broken_row_fails_alone() -> None:
     """A row of NaN beside a good one, then its blocks used again by another request."""
     spec = make_spec("llama")
     backend = make_native(spec, kv_dtype=torch.int8)
-    alone = _logits(backend, [20])
+    alone = logits_of(backend, [20])
     poison = VOCAB - 1
     start = backend._packed.sections["embedding"].offset + poison * spec.hidden_size * 2
     backend._packed.memory[start : start + spec.hidden_size * 2] = 0xFF  # NaN in bfloat16
     sequences = Sequences(backend, 16, 160, 5)
-    good, bad = sequences.add(_IDS[:20]), sequences.add([*_IDS[:3], *[poison] * 13, *_IDS[3:6]])
+    good, bad = sequences.add(IDS[:20]), sequences.add([*IDS[:3], *[poison] * 13, *IDS[3:6]])
     parts = sequences.run([(bad, 0, 19), (good, 0, 20)])
     assert torch.isnan(parts[0][3:]).all() and torch.equal(parts[1], alone)
     again = ForwardBatch(
-        token_ids=np.array(_IDS[:18], np.int32),
+        token_ids=np.array(IDS[:18], np.int32),
         positions=np.arange(18, dtype=np.int32),
         row_starts=np.array([0, 18], np.int32),
         context_lens=np.array([18], np.int32),

@@ -8,10 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from nanoserve.runner.backend import ForwardBackend, ForwardBatch
+from nanoserve.runner.backend import ForwardBatch
 from nanoserve.runner.native.backend import unsupported_reason
 from nanoserve.runner.native.build import missing_cpu_features
-from tests.runner.native_models import CONFIGS, VOCAB, make_native, make_spec, make_torch
+from tests.runner.native_models import (
+    CONFIGS,
+    IDS,
+    VOCAB,
+    check_company,
+    error_of,
+    logits_of,
+    make_native,
+    make_spec,
+    make_torch,
+)  # fmt: skip
 from tests.runner.tiny import Sequences
 
 pytestmark = [
@@ -19,46 +29,23 @@ pytestmark = [
     pytest.mark.skipif(bool(missing_cpu_features()), reason="the CPU lacks what the engine needs"),
 ]
 
-_IDS = np.random.default_rng(7).integers(0, VOCAB, 1400).tolist()
-
-
-def _sequences(backend: ForwardBackend, block_size: int = 16, seed: int = 0) -> Sequences:
-    return Sequences(backend, block_size, 160, seed)
-
-
-def _logits(
-    backend: ForwardBackend, length: int, chunks: list[int] | None = None, block_size: int = 16
-) -> torch.Tensor:
-    """Logits of every position of the first `length` ids, fed in the given chunks."""
-    sequences = _sequences(backend, block_size)
-    index, parts, start = sequences.add(_IDS[:length]), [], 0
-    for count in chunks or [length]:
-        parts += [part.clone() for part in sequences.run([(index, start, count)])]
-        start += count
-    assert start == length
-    return torch.cat(parts)
-
-
-def _error(logits: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((logits - exact).norm() / exact.norm())
-
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_further_from_float32_than_torch_in_bfloat16(name: str) -> None:
     """The yardstick is torch's own bfloat16 error on the same weights: 0.5 % to 7 % on these random models. The
     engine keeps the residual stream, norms and rotations in float32, so it must not be worse."""
     spec = make_spec(name)
-    exact = _logits(make_torch(spec, torch.float32), 300)
-    rounded = _error(_logits(make_torch(spec, torch.bfloat16), 300), exact)
-    ours = _error(_logits(make_native(spec), 300), exact)
+    exact = logits_of(make_torch(spec, torch.float32), [300])
+    rounded = error_of(logits_of(make_torch(spec, torch.bfloat16), [300]), exact)
+    ours = error_of(logits_of(make_native(spec), [300]), exact)
     assert 0 < ours <= rounded
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_chunks_change_no_bit(name: str) -> None:
     backend = make_native(make_spec(name))
-    whole = _logits(backend, 560)
-    assert torch.equal(_logits(backend, 560, [1, 2, 3, 5, 12, 13, 16, 48, 100, 57, *[1] * 3, 300]), whole)
+    whole = logits_of(backend, [560])
+    assert torch.equal(logits_of(backend, [1, 2, 3, 5, 12, 13, 16, 48, 100, 57, *[1] * 3, 300]), whole)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-long-window", "gemma3"])
@@ -68,18 +55,18 @@ def test_contexts_split_over_threads_change_no_bit(name: str) -> None:
     Enough of them that another order of merging, whose float32 differences bfloat16 mostly hides, would show.
     """
     backend = make_native(make_spec(name))
-    whole = _logits(backend, 1400)
-    assert torch.equal(_logits(backend, 1400, [250, *[1] * 12, 900, 90, 5, 30, 13, *[1] * 100]), whole)
+    whole = logits_of(backend, [1400])
+    assert torch.equal(logits_of(backend, [250, *[1] * 12, 900, 90, 5, 30, 13, *[1] * 100]), whole)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_and_block_size_change_no_bit(threads: int) -> None:
     spec = make_spec("llama")
-    whole = _logits(make_native(spec), 100)
-    assert torch.equal(_logits(make_native(spec, threads=threads), 100, [40, 60]), whole)
+    whole = logits_of(make_native(spec), [100])
+    assert torch.equal(logits_of(make_native(spec, threads=threads), [40, 60]), whole)
     wide = make_native(spec, threads=threads, block_size=48, num_blocks=40)
     sequences = Sequences(wide, 48, 40)
-    index = sequences.add(_IDS[:100])
+    index = sequences.add(IDS[:100])
     assert torch.equal(torch.cat(sequences.run([(index, 0, 100)])), whole)
 
 
@@ -88,48 +75,32 @@ def test_threads_and_block_size_change_no_bit(threads: int) -> None:
 def test_a_thread_that_loses_its_core_changes_no_bit(name: str, slow: int) -> None:
     """Phases do not wait for a thread without an item: others are layers ahead, or through, when it comes back."""
     spec = make_spec(name)
-    whole = _logits(make_native(spec), 330)
+    whole = logits_of(make_native(spec), [330])
     backend = make_native(spec, threads=3)
     backend.slow_thread(slow, 300)
-    assert torch.equal(_logits(backend, 330, [200, *[1] * 60, 3, 5, 62]), whole)
-    sequences = _sequences(backend, seed=slow)
-    rows = [sequences.add(_IDS[: 20 + i]) for i in range(14)]
+    assert torch.equal(logits_of(backend, [200, *[1] * 60, 3, 5, 62]), whole)
+    sequences = Sequences(backend, 16, 160, slow)
+    rows = [sequences.add(IDS[: 20 + i]) for i in range(14)]
     sequences.run([(row, 0, 19 + i) for i, row in enumerate(rows)])
     for i, part in enumerate(sequences.run([(row, 19 + i, 1) for i, row in enumerate(rows)])):
         assert torch.equal(part[0], whole[19 + i])
-    greedy = backend.forward_greedy(_batch(_IDS[:4], [3], [5]))
-    assert greedy[0] == int(backend.forward(_batch(_IDS[:4], [3], [5]))[0].argmax())
+    greedy = backend.forward_greedy(_batch(IDS[:4], [3], [5]))
+    assert greedy[0] == int(backend.forward(_batch(IDS[:4], [3], [5]))[0].argmax())
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gemma3"])
 def test_company_changes_no_bit(name: str) -> None:
-    """Decodes, prefill chunks and a prompt behind a shared prefix in one step, against each of them alone."""
-    backend = make_native(make_spec(name))
-    alone = _logits(backend, 400)
-    sequences = _sequences(backend, seed=3)
-    rows = [sequences.add(_IDS[:length]) for length in (17, 33, 300, 400, 64)]
-    shared = sequences.add(_IDS[:90], sequences.table(rows[3])[:4])
-    sequences.run([(rows[0], 0, 16), (rows[1], 0, 32), (rows[3], 0, 380)])
-    mixed = [
-        (rows[0], 16, 1),
-        (rows[2], 0, 137),
-        (rows[1], 32, 1),
-        (shared, 64, 26),
-        (rows[3], 380, 20),
-        (rows[4], 0, 64),
-    ]
-    for (_, start, count), part in zip(mixed, sequences.run(mixed), strict=True):
-        assert torch.equal(part, alone[start : start + count])
+    check_company(make_native(make_spec(name)))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_decode_batches_of_every_size_change_no_bit(name: str) -> None:
     """1 to 40 rows: every height of a register tile, few-row and many-row paths."""
     backend = make_native(make_spec(name))
-    alone = _logits(backend, 60)
+    alone = logits_of(backend, [60])
     for size in (1, 2, 3, 4, 5, 7, 11, 12, 13, 24, 25, 40):
-        sequences = _sequences(backend, seed=size)
-        rows = [sequences.add(_IDS[: 20 + i]) for i in range(size)]
+        sequences = Sequences(backend, 16, 160, size)
+        rows = [sequences.add(IDS[: 20 + i]) for i in range(size)]
         sequences.run([(row, 0, 19 + i) for i, row in enumerate(rows)])
         for i, part in enumerate(sequences.run([(row, 19 + i, 1) for i, row in enumerate(rows)])):
             assert torch.equal(part[0], alone[19 + i])
@@ -151,23 +122,23 @@ def test_only_asked_logits_and_greedy_ids(name: str) -> None:
     backend = make_native(make_spec(name))
     for count in (3, 40):  # the few-row path normalizes in each thread
         table = [5, 9, 2][: -(-count // 16)]
-        everything = backend.forward(_batch(_IDS[:count], list(range(count)), table)).clone()
+        everything = backend.forward(_batch(IDS[:count], list(range(count)), table)).clone()
         assert np.array_equal(backend.greedy_ids, everything.argmax(1).numpy())
         some = [0, 2, count - 1] if count > 3 else [2]
-        assert torch.equal(backend.forward(_batch(_IDS[:count], some, table)), everything[some])
+        assert torch.equal(backend.forward(_batch(IDS[:count], some, table)), everything[some])
         assert np.array_equal(
-            backend.forward_greedy(_batch(_IDS[:count], some, table)), everything[some].argmax(1).numpy()
+            backend.forward_greedy(_batch(IDS[:count], some, table)), everything[some].argmax(1).numpy()
         )
-        assert backend.forward(_batch(_IDS[:count], [], table)).shape == (0, VOCAB)
+        assert backend.forward(_batch(IDS[:count], [], table)).shape == (0, VOCAB)
 
 
 def test_keys_and_values_are_written_when_no_logits_are_asked() -> None:
     backend = make_native(make_spec("llama"))
-    whole = _logits(backend, 40)
+    whole = logits_of(backend, [40])
     backend.allocate_kv(160)
-    backend.forward(_batch(_IDS[:39], [], [7, 8, 9]))
+    backend.forward(_batch(IDS[:39], [], [7, 8, 9]))
     last = ForwardBatch(
-        token_ids=np.array(_IDS[39:40], np.int32),
+        token_ids=np.array(IDS[39:40], np.int32),
         positions=np.array([39], np.int32),
         row_starts=np.array([0, 1], np.int32),
         context_lens=np.array([40], np.int32),
@@ -181,16 +152,16 @@ def test_a_broken_row_fails_alone() -> None:
     """A row of NaN beside a good one, then its blocks used again by another request."""
     spec = make_spec("llama")
     backend = make_native(spec)
-    alone = _logits(backend, 20)
+    alone = logits_of(backend, [20])
     poison = VOCAB - 1
     start = backend._packed.sections["embedding"].offset + poison * spec.hidden_size * 2
     backend._packed.memory[start : start + spec.hidden_size * 2] = 0xFF  # NaN in bfloat16
-    sequences = _sequences(backend, seed=5)
-    good, bad = sequences.add(_IDS[:20]), sequences.add([*_IDS[:3], *[poison] * 13, *_IDS[3:6]])
+    sequences = Sequences(backend, 16, 160, 5)
+    good, bad = sequences.add(IDS[:20]), sequences.add([*IDS[:3], *[poison] * 13, *IDS[3:6]])
     parts = sequences.run([(bad, 0, 19), (good, 0, 20)])
     assert torch.isnan(parts[0][3:]).all() and torch.equal(parts[1], alone)
     assert (backend.greedy_ids[3:19] == -1).all() and (backend.greedy_ids[19:] >= 0).all()
-    again = backend.forward(_batch(_IDS[:18], list(range(18)), sequences.table(bad)))
+    again = backend.forward(_batch(IDS[:18], list(range(18)), sequences.table(bad)))
     assert torch.equal(again, alone[:18])
 
 
