@@ -245,6 +245,10 @@ def prompt_of(add: AddRequest) -> list[int]:
     return unpack_ids(add.prompt_token_ids)
 
 
+def idle(_: AddRequest) -> None:
+    """A script that leaves the request to the test."""
+
+
 class Api:
     """A running api process with its peer and a client."""
 

@@ -5,23 +5,16 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanoserve.ipc.messages import AddRequest, FinishReason
-from tests.integration.api_ring import Api, loaded_api, prompt_of
+from tests.integration.api_ring import Api, prompt_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # their imports are slow and warn
 
 HI: Any = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    async with loaded_api(tmp_path) as running:
-        yield running
 
 
 def client_library(name: str) -> Any:

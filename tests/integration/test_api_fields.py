@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,6 @@ from tests.integration.api_ring import Api, loaded_api
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    async with loaded_api(tmp_path) as running:
-        yield running
 
 
 async def test_chat_echo_begins_with_the_last_message_of_the_assistant(api: Api) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.api_ring import Api, loaded_api
+from tests.integration.api_ring import Api
 from tests.sse_grammar import SseParser
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -36,12 +34,6 @@ ODD: list[Any] = [
 
 FIELDS = ["stop", "n", "top_p", "min_p", "echo", "priority", "zzz", "tools", "timeout_s", "stream"]
 HEADERS = {"Content-Type": "application/json"}
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    async with loaded_api(tmp_path) as running:
-        yield running
 
 
 def mutated(rng: random.Random, body: Any) -> Any:

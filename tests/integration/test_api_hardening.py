@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,12 +23,6 @@ from tests.integration.event_reader import EventReader
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    async with loaded_api(tmp_path) as running:
-        yield running
 
 
 def config(**fields: object) -> ServerConfig:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 from nanoserve.ipc.messages import AddRequest, FinishReason
-from tests.integration.api_ring import CONTEXT, Api, loaded_api, prompt_of, token_text
+from tests.integration.api_ring import CONTEXT, Api, prompt_of, token_text
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    async with loaded_api(tmp_path) as running:
-        yield running
 
 
 async def test_generate_takes_texts_and_ids(api: Api) -> None:

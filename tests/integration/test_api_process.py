@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from nanoserve.ipc.columns import unpack_ids
 from nanoserve.ipc.messages import AbortCause, Accepted, AddRequest, FinishReason, ProcessFacts
 from tests.integration.api_ring import (
     Api,
+    idle,
     loaded_api,
     parse_events,
     running_api,
@@ -22,16 +22,6 @@ from tests.integration.event_reader import EventReader
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    async with loaded_api(tmp_path) as running:
-        yield running
-
-
-def idle(_: AddRequest) -> None:
-    """A script that leaves the request to the test."""
 
 
 @pytest.mark.rule(2, 77)

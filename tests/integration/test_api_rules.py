@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,12 +39,6 @@ TEXTS: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"messages": HI}),
     ("/v1/detokenize", {"tokens": [104, 105]}),
 ]
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    async with loaded_api(tmp_path) as running:
-        yield running
 
 
 # ---- nothing dear on the event loop -------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from tests.integration.api_ring import (
     EOS,
     VOCAB,
     Api,
+    idle,
     loaded_api,
     prompt_of,
     text_spec_of,
@@ -27,16 +28,6 @@ from tests.sse_grammar import check_error
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    async with loaded_api(tmp_path) as running:
-        yield running
-
-
-def idle(_: AddRequest) -> None:
-    """A script that leaves the request to the test."""
 
 
 async def test_what_the_engine_gets(api: Api) -> None:
