@@ -7,6 +7,7 @@ of rows, so that the host's share of a step stays small.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from nanoserve.sched.plan import NewRequest, PlanRow, RowError
 
 _NO_SCORES = -1
 _NONE = np.empty(0, dtype=np.int32)
+_SPARE_BLOCKS = 4  # by which the kept tables of a step are wider than they must be
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ class _Decodes:
     def __init__(self, request_ids: list[int], places: list[int], plan_index: np.ndarray, columns: _Columns) -> None:
         self.request_ids = request_ids
         self.places = places
-        self.room = _NONE  # int64 [R] positions that the row's blocks hold
+        self.room: list[int] = []  # positions that the row's blocks hold
         count = len(places)
         rows, row_starts, place_array = np.arange(count), np.arange(count + 1, dtype=np.int32), np.array(places)
         forward = ForwardBatch(_NONE, _NONE, row_starts, _NONE, _NONE, logit_tokens=row_starts[:-1])
@@ -106,10 +108,20 @@ class _Decodes:
             scored=bool((columns.num_logprobs[place_array] != _NO_SCORES).any()),
         )
 
-    def take_blocks(self, columns: _Columns, block_size: int) -> None:
-        num_blocks = columns.num_blocks[self.step.places]
-        self.room = num_blocks * block_size
-        self.step.forward.block_tables = columns.block_tables[self.step.places, : int(num_blocks.max())]
+    def take_all_blocks(self, columns: _Columns, block_size: int) -> None:
+        num_blocks = columns.num_blocks[self.step.places].tolist()
+        self.room = [count * block_size for count in num_blocks]
+        self.step.forward.block_tables = columns.block_tables[self.step.places, : max(num_blocks) + _SPARE_BLOCKS]
+
+    def take_blocks(self, index: int, columns: _Columns, block_size: int) -> None:
+        """Those of one row."""
+        place, tables = self.places[index], self.step.forward.block_tables
+        num_blocks = int(columns.num_blocks[place])
+        if num_blocks > tables.shape[1]:
+            self.take_all_blocks(columns, block_size)
+        else:
+            self.room[index] = num_blocks * block_size
+            tables[index] = columns.block_tables[place, : tables.shape[1]]
 
 
 class RequestTable:
@@ -188,8 +200,8 @@ class RequestTable:
         is_decode = all(row.num_tokens == 1 and row.samples for row in plan_rows)
         kept = self._kept
         if is_decode and kept is not None and kept.request_ids == request_ids:
-            if self._append_blocks(plan_rows, kept.places):
-                kept.take_blocks(self._columns, self._block_size)
+            for index in self._append_blocks(plan_rows, kept.places):
+                kept.take_blocks(index, self._columns, self._block_size)
             return self._build_decodes(kept, plan_rows)
         self._kept = None  # it does not see what becomes of its requests in other steps
         plan_index, places = self._find(plan_rows, errors)
@@ -200,7 +212,7 @@ class RequestTable:
         if not is_decode:
             return self._build_any(chosen, np.array(plan_index, dtype=np.int64), np.array(places, dtype=np.int64))
         kept = _Decodes(request_ids, places, np.array(plan_index, dtype=np.int64), self._columns)
-        kept.take_blocks(self._columns, self._block_size)
+        kept.take_all_blocks(self._columns, self._block_size)
         if len(places) == len(plan_rows):  # rows that cannot run are told of in each step
             self._kept = kept
         return self._build_decodes(kept, chosen)
@@ -209,9 +221,10 @@ class RequestTable:
         """What `_build_any` gives where each row is its newest token alone: most steps, in a fraction of the time."""
         step, columns = kept.step, self._columns
         starts = columns.num_tokens[step.places] - 1
-        if starts.tolist() != [row.start for row in rows]:
+        positions = starts.tolist()  # plain numbers: less code to fetch after a step that left none in cache
+        if positions != [row.start for row in rows]:
             raise ValueError("a row of the plan reaches past its request's tokens")
-        if (starts >= kept.room).any():
+        if any(map(operator.ge, positions, kept.room)):
             raise ValueError("a row of the plan reaches past its request's blocks")
         step.starts = starts
         step.forward.token_ids = columns.token_ids[step.places, starts]
@@ -302,19 +315,19 @@ class RequestTable:
                 places.append(place)
         return plan_index, places
 
-    def _append_blocks(self, rows: list[PlanRow], places: list[int]) -> bool:
-        """The plan's new blocks into the tables; whether there were any."""
-        columns, any_new = self._columns, False
-        for row, place in zip(rows, places, strict=True):
-            if row.new_block_ids:
-                any_new = True
-                begin = int(columns.num_blocks[place])
-                end = begin + len(row.new_block_ids)
-                if end > columns.block_tables.shape[1]:
-                    raise ValueError("a request got more blocks than the context can use")
-                columns.block_tables[place, begin:end] = row.new_block_ids
-                columns.num_blocks[place] = end
-        return any_new
+    def _append_blocks(self, rows: list[PlanRow], places: list[int]) -> list[int]:
+        """The plan's new blocks into the tables; which rows got some."""
+        columns = self._columns
+        grown = [index for index, row in enumerate(rows) if row.new_block_ids]
+        for index in grown:
+            new_block_ids, place = rows[index].new_block_ids, places[index]
+            begin = int(columns.num_blocks[place])
+            end = begin + len(new_block_ids)
+            if end > columns.block_tables.shape[1]:
+                raise ValueError("a request got more blocks than the context can use")
+            columns.block_tables[place, begin:end] = new_block_ids
+            columns.num_blocks[place] = end
+        return grown
 
     def sample_rows(self, rows: StepRows) -> SampleRows:
         """What the requests ask of the sampler at the positions drawn; drafts count as output of those after them."""
@@ -336,8 +349,8 @@ class RequestTable:
         """New tokens of each place in order, ahead[i] others before token i; what lies past the context is left out."""
         columns = self._columns
         positions = columns.num_tokens[places] + ahead
-        inside = positions < columns.token_ids.shape[1]
-        if not inside.all():
+        if max(positions.tolist(), default=0) >= columns.token_ids.shape[1]:
+            inside = positions < columns.token_ids.shape[1]
             places, positions, token_ids = places[inside], positions[inside], token_ids[inside]
         columns.token_ids[places, positions] = token_ids
         columns.num_tokens[places] = positions + 1  # of several tokens of a place the last one counts

@@ -71,6 +71,28 @@ def unsupported_reason(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> 
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Logits:
+    """Room for the logits of a step, kept: fresh memory of this size costs a page fault every 4 KiB, 1-2 ms at 64 rows.
+
+    What a step needs of it stands here as plain numbers: asking torch costs 30 us when caches are cold.
+    """
+
+    memory: torch.Tensor  # float32 [.., stride]
+    tensor: torch.Tensor  # the step's part of it [rows, vocab_size]
+    rows: int
+    stride: int
+    address: int
+
+    @classmethod
+    def of(cls, memory: torch.Tensor, rows: int, vocab_size: int) -> _Logits:
+        return cls(memory, memory[:rows, :vocab_size], rows, memory.shape[1], memory.data_ptr())
+
+    def resized(self, rows: int) -> _Logits:
+        memory = self.memory if rows <= len(self.memory) else torch.empty(rows, self.stride)
+        return self.of(memory, rows, self.tensor.shape[1])
+
+
 class NativeBackend:
     """Owns packed weights, KV memory and the threads. Raises `NativeUnavailable` when the library cannot be had.
 
@@ -100,9 +122,7 @@ class NativeBackend:
         self._ropes = {rope: _rope_tables(rope, spec, self._max_positions) for rope in ropes}
         self._kv: np.ndarray | None = None
         self._prefault: Prefault | None = None
-        self._logit_stride = _logit_stride(spec.vocab_size)
-        self._logits_memory = torch.empty(0, self._logit_stride)
-        self._logits = self._logits_memory  # the last step's part of it
+        self._logits = _Logits.of(torch.empty(0, _logit_stride(spec.vocab_size)), 0, spec.vocab_size)
         self.greedy_ids: Int32 = np.empty(0, np.int32)
         self._indices: Int32 = np.empty(0, np.int32)  # of the step that runs
         self._indices_address = 0
@@ -122,15 +142,15 @@ class NativeBackend:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """One step: float32 logits [S, vocab_size], valid until the next call; `greedy_ids` are their argmax."""
         logits = self._logits_of(batch)
-        self._run(batch, logits.data_ptr())
-        return logits
+        self._run(batch, logits.address)
+        return logits.tensor
 
     def forward_drawn(self, batch: ForwardBatch, rows: SampleRows) -> tuple[Int32, torch.Tensor]:
         """One step that ends with the draws: its threads are awake, and share them."""
         logits = self._logits_of(batch)
-        asked, token_ids = draw.begin(logits, rows)
-        self._run(batch, logits.data_ptr(), ctypes.byref(asked))
-        return token_ids, logits
+        asked, token_ids = draw.begin(logits.address, self._spec.vocab_size, logits.stride, rows)
+        self._run(batch, logits.address, ctypes.byref(asked))
+        return token_ids, logits.tensor
 
     def forward_greedy(self, batch: ForwardBatch) -> Int32:
         """One step that only tells the likeliest token of each logit row, -1 where the row is not finite."""
@@ -179,21 +199,17 @@ class NativeBackend:
         except AttributeError:  # a constructor that raised, or the end of the interpreter
             pass
 
-    def _logits_of(self, batch: ForwardBatch) -> torch.Tensor:
-        """Room for the logits of a step, kept: fresh memory of this size costs a page fault every 4 KiB, 1-2 ms a step
-        at 64 rows."""
+    def _logits_of(self, batch: ForwardBatch) -> _Logits:
         rows = len(batch.logit_tokens)
-        if rows > len(self._logits_memory):
-            self._logits_memory = torch.empty(rows, self._logit_stride)
-        if rows != len(self._logits):
-            self._logits = self._logits_memory[:rows, : self._spec.vocab_size]
+        if rows != self._logits.rows:
+            self._logits = self._logits.resized(rows)
         return self._logits
 
     def _run(self, batch: ForwardBatch, logits: int, draws: Any = None) -> None:
         assert self._kv is not None and self._model is not None, "allocate_kv comes first, close last"
         rows, width = batch.block_tables.shape
         greedy_ids = np.empty(len(batch.logit_tokens), np.int32)
-        sizes = len(batch.token_ids), rows, width, len(greedy_ids), self._logit_stride, self._max_positions
+        sizes = len(batch.token_ids), rows, width, len(greedy_ids), self._logits.stride, self._max_positions
         parts = (batch.token_ids, batch.positions, batch.row_starts, batch.block_tables.reshape(-1), batch.logit_tokens)
         ends = list(itertools.accumulate(map(len, parts), initial=0))
         if ends[-1] > len(self._indices):

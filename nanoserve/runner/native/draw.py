@@ -12,15 +12,14 @@ from nanoserve.runner.native.library import Draw
 from nanoserve.runner.sampler import SampleRows
 
 
-def begin(logits: torch.Tensor, rows: SampleRows) -> tuple[Draw, Int32]:
+def begin(logits: int, vocab_size: int, stride: int, rows: SampleRows) -> tuple[Draw, Int32]:
     """What to ask of the library, and the ids that it will write; `rows` and both must live until then.
 
-    Float32 logits [N, vocab], each row in one piece; `edits` are not applied.
+    `logits`: address of float32 [N, vocab], `stride` floats from row to row; `edits` are not applied.
     """
     count = len(rows.asked)
     token_ids: Int32 = np.empty(count, np.int32)
-    sizes = count, logits.shape[1], logits.stride(0)
-    return Draw(*sizes, rows.asked.ctypes.data, logits.data_ptr(), token_ids.ctypes.data), token_ids
+    return Draw(count, vocab_size, stride, rows.asked.ctypes.data, logits, token_ids.ctypes.data), token_ids
 
 
 def choose(library: ctypes.CDLL, model: int | None, logits: torch.Tensor, rows: SampleRows) -> Int32:
@@ -30,7 +29,7 @@ def choose(library: ctypes.CDLL, model: int | None, logits: torch.Tensor, rows: 
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    draw, token_ids = begin(logits, rows)
+    draw, token_ids = begin(logits.data_ptr(), logits.shape[1], logits.stride(0), rows)
     if library.ns_model_draw(model, ctypes.byref(draw)):
         raise MemoryError(f"no memory to draw {len(token_ids)} tokens")
     return token_ids
