@@ -98,17 +98,24 @@ async def test_a_process_that_does_not_answer_is_named(apis: list[Api], monkeypa
     assert (await apis[0].post("/abort_request", {"rid": "job"}))[1] == {"aborted": [], "unknown": ["job"]}
 
 
+STREAM = {"prompt": "x", "max_tokens": 50, "stream": True}
+
+
+async def dropped_stream(api: Api) -> str:
+    """A stream of this process whose client has read "abc" and is gone; the id of that event."""
+    api.ring.script = lambda add: api.ring.token(add.request_id, "abc")
+    response = await api.http.post(api.url + COMPLETIONS, json=STREAM)
+    event = await EventReader(response).next()
+    assert event.id is not None and event.json["choices"][0]["text"] == "abc"
+    response.close()
+    return event.id
+
+
 async def test_a_dropped_stream_goes_on_at_another_process(apis: list[Api]) -> None:
     ring = apis[0].ring
-    ring.script = lambda add: ring.token(add.request_id, "abc")
-    body = {"prompt": "x", "max_tokens": 50, "stream": True}
-    response = await apis[1].http.post(apis[1].url + COMPLETIONS, json=body)
-    first = await EventReader(response).next()
-    assert first.id is not None
-    last_id, seen = first.id, first.json["choices"][0]["text"]
-    response.close()
+    last_id, seen = await dropped_stream(apis[1]), "abc"
     request_id = ring.added[-1].request_id
-    response = await apis[2].http.post(apis[2].url + COMPLETIONS, json=body, headers={"Last-Event-ID": last_id})
+    response = await apis[2].http.post(apis[2].url + COMPLETIONS, json=STREAM, headers={"Last-Event-ID": last_id})
     assert response.status == 200
     reader = EventReader(response)
     numbers = [int(last_id.rpartition(":")[2])]
@@ -125,18 +132,14 @@ async def test_a_dropped_stream_goes_on_at_another_process(apis: list[Api]) -> N
     assert numbers == list(range(numbers[0], numbers[0] + 4))
     assert not ring.aborted
     for event_id, status in ((f"{last_id.rpartition(':')[0]}:999", 410), ("stream-1-x:1", 404), ("stream-7-x:1", 404)):
-        got, answer = await apis[0].post(COMPLETIONS, body, Last_Event_ID=event_id)
+        got, answer = await apis[0].post(COMPLETIONS, STREAM, Last_Event_ID=event_id)
         assert (got, answer["error"]["code"]) == (status, status)
 
 
 async def test_whoever_follows_a_stream_of_a_process_that_dies_hears_of_it_at_once(apis: list[Api]) -> None:
     """And not after the patience of ten seconds for the next event: the client can begin anew."""
     ring = apis[0].ring
-    ring.script = lambda add: ring.token(add.request_id, "abc")
-    body = {"prompt": "x", "max_tokens": 50, "stream": True}
-    response = await apis[1].http.post(apis[1].url + COMPLETIONS, json=body)
-    last_id = (await EventReader(response).next()).id or ""
-    response.close()
+    last_id = await dropped_stream(apis[1])
     response = await apis[0].http.get(apis[0].url + "/any", headers={"Last-Event-ID": last_id})
     assert response.status == 200
     reading = asyncio.create_task(response.read())
@@ -169,11 +172,7 @@ async def test_a_key_cannot_read_the_stream_of_another_one_elsewhere(tmp_path: P
 async def test_nobody_comes_back_at_another_process_so_the_request_ends(tmp_path: Path) -> None:
     async with loaded_apis(tmp_path, 2, ServerConfig(api=ApiConfig(resume_grace=0.6))) as apis:
         ring = apis[0].ring
-        ring.script = lambda add: ring.token(add.request_id, "abc")
-        body = {"prompt": "x", "max_tokens": 50, "stream": True}
-        response = await apis[1].http.post(apis[1].url + COMPLETIONS, json=body)
-        last_id = (await EventReader(response).next()).id or ""
-        response.close()
+        last_id = await dropped_stream(apis[1])
         response = await apis[0].http.get(apis[0].url + "/any", headers={"Last-Event-ID": last_id})
         await asyncio.sleep(1.2)
         assert not ring.aborted  # a follower elsewhere is a follower

@@ -21,7 +21,7 @@ from tests.runner.native_models import (
     make_native,
     make_spec,
     make_torch,
-)  # fmt: skip
+)
 from tests.runner.tiny import Sequences
 
 pytestmark = [

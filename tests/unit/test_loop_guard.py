@@ -30,6 +30,13 @@ async def watched(work: Callable[[Path], Awaitable[Any]], file: Path) -> LoopGua
     return guard
 
 
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    made = tmp_path / "file"
+    made.write_text("x")
+    return made
+
+
 @pytest.mark.rule(22)
 @pytest.mark.parametrize(
     "body",
@@ -44,9 +51,7 @@ async def watched(work: Callable[[Path], Awaitable[Any]], file: Path) -> LoopGua
         "began = time.thread_time()\nwhile time.thread_time() - began < 0.6: pass",
     ],
 )
-async def test_what_holds_up_the_loop_is_found(tmp_path: Path, body: str) -> None:
-    file = tmp_path / "file"
-    file.write_text("x")
+async def test_what_holds_up_the_loop_is_found(file: Path, body: str) -> None:
     guard = await watched(handler(body), file)
     assert guard.found and "work" in guard.found[0]
 
@@ -60,9 +65,7 @@ async def test_what_holds_up_the_loop_is_found(tmp_path: Path, body: str) -> Non
         "sum(range(10_000))",
     ],
 )
-async def test_what_waits_elsewhere_is_not(tmp_path: Path, body: str) -> None:
-    file = tmp_path / "file"
-    file.write_text("x")
+async def test_what_waits_elsewhere_is_not(file: Path, body: str) -> None:
     assert (await watched(handler(body), file)).found == []
 
 
