@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -100,6 +102,14 @@ def poisoned(backend: NativeBackend, token: int) -> None:
     backend._packed.memory[start : start + size] = 0xFF
 
 
+def broken_rows(batch: ForwardBatch, rows: SampleRows) -> np.ndarray:
+    """Which are drawn from row 5 of the batch; greedy ones and others."""
+    tokens = batch.logit_tokens[rows.asked["logit_row"]]
+    broken = (tokens >= batch.row_starts[5]) & (tokens < batch.row_starts[6])
+    assert len(set(rows.asked["temperature"][broken].tolist())) > 1 and 0.0 in rows.asked["temperature"][broken]
+    return broken
+
+
 @pytest.mark.rule(35)
 def test_a_row_without_numbers_gets_no_token_and_disturbs_nobody() -> None:
     backend = make_native(make_spec("llama"))
@@ -107,14 +117,40 @@ def test_a_row_without_numbers_gets_no_token_and_disturbs_nobody() -> None:
     batch = random_batch(random, 12)
     batch.token_ids[batch.token_ids == VOCAB - 1] = 0
     rows = random_rows(random, len(batch.logit_tokens))
+    rows.asked["temperature"][::2] = 0.0
     good, _ = backend.forward_drawn(batch, rows)
     poisoned(backend, VOCAB - 1)
     batch.token_ids[batch.row_starts[5]] = VOCAB - 1  # and so all of that row
     token_ids, _ = backend.forward_drawn(batch, rows)
-    tokens = batch.logit_tokens[rows.asked["logit_row"]]
-    broken = (tokens >= batch.row_starts[5]) & (tokens < batch.row_starts[6])
-    assert broken.any() and (good >= 0).all()
-    assert (token_ids[broken] == -1).all() and np.array_equal(token_ids[~broken], good[~broken])
+    broken = broken_rows(batch, rows)
+    assert (good >= 0).all() and (token_ids[broken] == -1).all()
+    assert np.array_equal(token_ids[~broken], good[~broken])
+
+
+@pytest.mark.rule(35)
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_thread_that_comes_late_does_not_take_the_last_step_for_this_one(slow: int) -> None:
+    """With few rows each thread keeps its own copy of what the output layer gets: here NaN, of the step before."""
+    backend = make_native(make_spec("llama"), threads=3)
+    poisoned(backend, VOCAB - 1)
+    batch = random_batch(np.random.default_rng(0), 1)
+    batch = dataclasses.replace(
+        batch,
+        token_ids=np.array([1, 2, 3], np.int32),
+        positions=np.arange(3, dtype=np.int32),
+        row_starts=np.array([0, 3], np.int32),
+        context_lens=np.array([3], np.int32),
+        logit_tokens=np.arange(3, dtype=np.int32),
+    )
+    bad = dataclasses.replace(batch, token_ids=np.full(3, VOCAB - 1, np.int32))
+    rows = random_rows(np.random.default_rng(2), 3)
+    expected, _ = backend.forward_drawn(batch, rows)
+    assert len(expected) and (expected >= 0).all()
+    for _ in range(30):
+        backend.slow_thread(-1, 0)
+        assert (backend.forward_drawn(bad, rows)[0] == -1).all()
+        backend.slow_thread(slow, 200)
+        assert np.array_equal(backend.forward_drawn(batch, rows)[0], expected)
 
 
 PARAMETERS = [
