@@ -217,21 +217,21 @@ class NativeBackend:
             self._indices_address = self._indices.ctypes.data  # asking for it costs more than the copy below
         np.concatenate(parts, out=self._indices[: ends[-1]])
         raw = Batch(*sizes, -1, *(self._indices_address + 4 * end for end in ends[:-1]))
-        # An index out of range in a step would end the process, or worse.
-        if fault := self._library.ns_model_check(self._model, ctypes.byref(raw)):
-            raise ValueError(self._fault(fault))
+        if fault := self._library.ns_model_step(self._model, ctypes.byref(raw), logits, greedy_ids.ctypes.data, draws):
+            raise self._error(BatchFault(fault))
+        self.greedy_ids = greedy_ids
         if self._prefault is not None:
             self._prefault.use(raw.highest_block)
-        if self._library.ns_model_step(self._model, ctypes.byref(raw), logits, greedy_ids.ctypes.data, draws):
-            raise MemoryError(f"no memory for a step of {len(batch.token_ids)} tokens")
-        self.greedy_ids = greedy_ids
 
-    def _fault(self, fault: int) -> str:
-        return {
+    def _error(self, fault: BatchFault) -> Exception:
+        if fault is BatchFault.MEMORY:
+            return MemoryError("no memory for a step")
+        why = {
             BatchFault.TOKEN: "a token id is outside the vocabulary",
             BatchFault.POSITION: f"a position is outside the {self._max_positions} that were asked for",
             BatchFault.BLOCK: "a block table does not cover its context or names a block that does not exist",
-        }[BatchFault(fault)]
+        }
+        return ValueError(why[fault])
 
     def _cached_or_packed(
         self,

@@ -30,8 +30,9 @@ class KvFormat(IntEnum):
 
 
 class BatchFault(IntEnum):
-    """What `ns_model_check` finds wrong."""
+    """What keeps `ns_model_step` from running."""
 
+    MEMORY = -1
     TOKEN = 1
     POSITION = 2
     BLOCK = 3
@@ -93,7 +94,6 @@ _SIGNATURES = {
     "ns_model_new": (c_void_p, [POINTER(Config), c_void_p, POINTER(Linear), c_void_p]),
     "ns_model_set_layer": (None, [c_void_p, c_int32, POINTER(Layer)]),
     "ns_model_set_kv": (None, [c_void_p, c_void_p, c_int64]),
-    "ns_model_check": (c_int32, [c_void_p, POINTER(Batch)]),
     "ns_model_step": (c_int32, [c_void_p, POINTER(Batch), c_void_p, c_void_p, POINTER(Draw)]),
     "ns_model_draw": (c_int32, [c_void_p, POINTER(Draw)]),
     "ns_model_slow_thread": (None, [c_void_p, c_int32, c_int32]),

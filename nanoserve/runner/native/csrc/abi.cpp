@@ -41,6 +41,29 @@ Model::Model(const NsConfig& config_, const bf16* embedding_, const Linear& head
     for (int i = 0; i < team.size(); ++i) attention_scratch.push_back(std::make_unique<AttentionScratch>(shape));
 }
 
+// Whether token ids, positions and the blocks behind them exist, and sets highest_block. A step trusts its batch.
+static int32_t check(const Model& model, NsBatch* batch) {
+    const int block_size = model.config.page_factor * kPageTokens;
+    const int64_t num_blocks = model.kv_pages / model.config.page_factor;
+    batch->highest_block = -1;
+    for (int row = 0; row < batch->rows; ++row) {
+        int used = 0;
+        for (int i = batch->row_starts[row]; i < batch->row_starts[row + 1]; ++i) {
+            const int token = batch->token_ids[i], position = batch->positions[i];
+            if (token < 0 || token >= model.config.vocab) return kBadToken;
+            if (position < 0 || position >= batch->max_positions) return kBadPosition;
+            used = std::max(used, position / block_size + 1);
+        }
+        if (used > batch->max_blocks) return kBadBlock;
+        for (int i = 0; i < used; ++i) {
+            const int block = batch->block_tables[static_cast<size_t>(row) * batch->max_blocks + i];
+            if (block < 0 || block >= num_blocks) return kBadBlock;
+            batch->highest_block = std::max(batch->highest_block, block);
+        }
+    }
+    return kFine;
+}
+
 }  // namespace ns
 
 struct NsModel {
@@ -66,34 +89,12 @@ void ns_model_set_kv(NsModel* handle, uint8_t* memory, int64_t pages) {
     handle->model.kv_pages = pages;
 }
 
-int32_t ns_model_check(const NsModel* handle, NsBatch* batch) {
-    const Model& model = handle->model;
-    const int block_size = model.config.page_factor * kPageTokens;
-    const int64_t num_blocks = model.kv_pages / model.config.page_factor;
-    batch->highest_block = -1;
-    for (int row = 0; row < batch->rows; ++row) {
-        int used = 0;
-        for (int i = batch->row_starts[row]; i < batch->row_starts[row + 1]; ++i) {
-            const int token = batch->token_ids[i], position = batch->positions[i];
-            if (token < 0 || token >= model.config.vocab) return kBadToken;
-            if (position < 0 || position >= batch->max_positions) return kBadPosition;
-            used = std::max(used, position / block_size + 1);
-        }
-        if (used > batch->max_blocks) return kBadBlock;
-        for (int i = 0; i < used; ++i) {
-            const int block = batch->block_tables[static_cast<size_t>(row) * batch->max_blocks + i];
-            if (block < 0 || block >= num_blocks) return kBadBlock;
-            batch->highest_block = std::max(batch->highest_block, block);
-        }
-    }
-    return kFine;
-}
-
-int32_t ns_model_step(NsModel* handle, const NsBatch* batch, float* logits, int32_t* greedy, const NsDraw* draw) {
+int32_t ns_model_step(NsModel* handle, NsBatch* batch, float* logits, int32_t* greedy, const NsDraw* draw) {
+    if (const int32_t fault = check(handle->model, batch)) return fault;
     try {
-        return Step(handle->model, *batch, logits, greedy, draw).run() ? 0 : -1;
+        return Step(handle->model, *batch, logits, greedy, draw).run() ? kFine : kNoMemory;
     } catch (const std::bad_alloc&) {
-        return -1;
+        return kNoMemory;
     }
 }
 

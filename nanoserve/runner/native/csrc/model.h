@@ -56,13 +56,11 @@ struct NsModel;
 NsModel* ns_model_new(const NsConfig* config, const uint16_t* embedding, const NsLinear* head, const float* final_norm);
 void ns_model_set_layer(NsModel* model, int32_t index, const NsLayer* layer);
 void ns_model_set_kv(NsModel* model, uint8_t* memory, int64_t pages);
-// What ns_model_check finds wrong.
-enum NsFault : int32_t { kFine = 0, kBadToken = 1, kBadPosition = 2, kBadBlock = 3 };
-// Whether token ids, positions and the blocks behind them exist, and sets highest_block. A step trusts its batch.
-int32_t ns_model_check(const NsModel* model, NsBatch* batch);
-// One step. logits [logit_rows, vocab], or null; greedy [logit_rows]: the argmax, -1 for a row that is not finite.
-// With `draw`, also draws from these logits, as its last phase. Returns 0, or -1 when memory for the step could not be had.
-int32_t ns_model_step(NsModel* model, const NsBatch* batch, float* logits, int32_t* greedy, const NsDraw* draw);
+enum NsFault : int32_t { kNoMemory = -1, kFine = 0, kBadToken = 1, kBadPosition = 2, kBadBlock = 3 };
+// One step, or an NsFault where an index in the batch is out of range or memory for the step cannot be had. Sets
+// highest_block. logits [logit_rows, vocab], or null; greedy [logit_rows]: the argmax, -1 for a row that is not finite.
+// With `draw`, also draws from these logits, as its last phase.
+int32_t ns_model_step(NsModel* model, NsBatch* batch, float* logits, int32_t* greedy, const NsDraw* draw);
 // Draws a token from each row. A null model: by the calling thread alone.
 int32_t ns_model_draw(NsModel* model, const NsDraw* draw);
 // For tests: thread `thread` sleeps so long before one item in eight, as if another process had its core. -1: none.
