@@ -5,6 +5,10 @@
 namespace ns {
 
 Team::Team(int num_threads) : size_(num_threads < 1 ? 1 : num_threads > kMaxThreads ? kMaxThreads : num_threads) {
+    CPU_ZERO(&allowed_);
+    if (size_ > 1 && sched_getaffinity(0, sizeof allowed_, &allowed_) == 0 && CPU_COUNT(&allowed_) == size_)
+        for (int core = 0; core < CPU_SETSIZE; ++core)
+            if (CPU_ISSET(core, &allowed_)) cores_.push_back(core);
     for (int thread = 1; thread < size_; ++thread) threads_.emplace_back([this, thread] { work(thread); });
 }
 
@@ -15,7 +19,17 @@ Team::~Team() {
     for (auto& thread : threads_) thread.join();
 }
 
+// Failing (a core went offline, say) is no error: then the kernel decides, as without this.
+void Team::stay_on_core(int thread) const {
+    if (cores_.empty()) return;
+    cpu_set_t core;
+    CPU_ZERO(&core);
+    CPU_SET(cores_[thread], &core);
+    sched_setaffinity(0, sizeof core, &core);
+}
+
 void Team::work(int thread) {
+    stay_on_core(thread);
     for (uint32_t seen = 0;;) {
         ticket_.wait(seen, std::memory_order_acquire);
         seen = ticket_.load(std::memory_order_acquire);
@@ -34,6 +48,13 @@ void Team::work(int thread) {
 
 void Team::run(const std::function<void(int)>& body, bool everybody) {
     if (size_ == 1) return body(0);
+    stay_on_core(0);
+    join_run(body, everybody);
+    // The caller has other work, too, and may start threads, which inherit where it may run.
+    if (!cores_.empty()) sched_setaffinity(0, sizeof allowed_, &allowed_);
+}
+
+void Team::join_run(const std::function<void(int)>& body, bool everybody) {
     body_ = &body;
     begun_.store(0);
     uint32_t ticket = ticket_.load(std::memory_order_relaxed) + 1;

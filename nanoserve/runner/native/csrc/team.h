@@ -3,8 +3,12 @@
 // OpenMP was the alternative: its idle threads either spin on (taking a core from the api and detok processes) or
 // sleep at every barrier (GOMP's passive mode doubled the step time here). This team spins at the end of a phase for a
 // moment only, and sleeps on a futex when a wait is long and between steps: no step, no CPU.
+//
+// A team of as many threads as the process has cores keeps each on a core of its own while it works. Left alone, the
+// kernel puts two of them on one core for half a step, time and again, when other processes wake in between.
 #pragma once
 #include <immintrin.h>
+#include <sched.h>
 
 #include <atomic>
 #include <functional>
@@ -33,6 +37,8 @@ class Team {
  private:
     void run(const std::function<void(int)>& body, bool everybody);
     void work(int thread);
+    void join_run(const std::function<void(int)>& body, bool everybody);
+    void stay_on_core(int thread) const;
 
     const int size_;
     const std::function<void(int)>* body_ = nullptr;
@@ -41,6 +47,8 @@ class Team {
     alignas(64) std::atomic<int> inside_{0};       // threads that may be in a body
     std::atomic<int> begun_{0};                    // threads that began this run
     std::atomic<bool> stopping_{false};
+    cpu_set_t allowed_;       // the cores of the process when the team was made
+    std::vector<int> cores_;  // one per thread, or none: then threads go where the kernel puts them
     std::vector<std::thread> threads_;
 };
 

@@ -1,0 +1,51 @@
+"""Where the C++ engine's threads may run: each on a core of its own, and only while they compute for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nanoserve.runner.native.build import missing_cpu_features
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing_cpu_features()), reason="the CPU lacks what the engine needs"),
+]
+
+# In a process of its own: pytest's has threads of many makers.
+_PROGRAM = """
+import os, sys
+from pathlib import Path
+from tests.runner.native_models import make_native, make_spec
+from tests.runner.tiny import Sequences
+
+def masks():
+    return {task.name: os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()}
+
+before = masks()
+backend = make_native(make_spec("llama"), threads=int(sys.argv[1]))
+sequences = Sequences(backend, 16, 160, 0)
+sequences.run([(sequences.add([1, 2, 3]), 0, 3)])
+print(sorted(sorted(mask) for task, mask in masks().items() if task not in before), sorted(os.sched_getaffinity(0)))
+"""
+
+
+def _run(threads: int) -> str:
+    command = [sys.executable, "-c", _PROGRAM, str(threads)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
+
+
+def test_a_team_of_all_cores_keeps_each_thread_on_its_own() -> None:
+    """The caller, thread 0, is free again after a step: threads that it starts would inherit its one core."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) == 1:
+        pytest.skip("one core")
+    assert _run(len(cores)) == f"{[[core] for core in cores[1:]]} {cores}"
+
+
+def test_a_team_of_other_size_goes_where_the_kernel_puts_it() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    assert _run(len(cores) + 1) == f"{[cores] * len(cores)} {cores}"
