@@ -244,6 +244,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     args = _arguments(sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the servers end with us
     args.root.mkdir(parents=True, exist_ok=True)
     if shutil.which("cmake") is None:
         sys.exit("cmake is needed to build llama.cpp")
