@@ -223,4 +223,6 @@ class FakeLink:
         os.eventfd_write(self.stop_fd, 1)
 
     def close(self) -> None:
-        os.close(self.stop_fd)
+        """Once: a second time would close whatever has got the number since, and break another test."""
+        stop_fd, self.stop_fd = self.stop_fd, -1
+        os.close(stop_fd)

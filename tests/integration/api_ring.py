@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -54,6 +55,7 @@ EOS = 256
 BOS = 257
 VOCAB = 258
 CONTEXT = 64
+_PATIENCE_S = 30.0
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -286,12 +288,18 @@ class Api:
         self.ring.status(stage="ready", model_dir=str(model_dir), engine=facts, **status)
 
     async def until_ready(self) -> None:
-        for _ in range(500):
+        """It takes 20 ms of a core, and seconds of waiting for one where others keep all of them busy."""
+        began, cpu = time.monotonic(), time.process_time()
+        while time.monotonic() - began < _PATIENCE_S:
             status, answer = await self.get("/ready")
             if status == 200:
                 return
             await asyncio.sleep(0.01)
-        raise AssertionError(f"not ready: {answer}")
+        computed = time.process_time() - cpu
+        raise AssertionError(
+            f"not ready after {_PATIENCE_S:g} s, of which {computed:.1f} s were computing: {answer}, "
+            f"{len(self.ring.added)} requests in the ring, {len(self.ring.released)} released"
+        )
 
 
 def parse_events(data: bytes) -> list[Any]:
