@@ -20,22 +20,11 @@ from nanoserve.api.edge import tls_context
 from nanoserve.config import ApiConfig, ServerConfig
 from nanoserve.errors import StartupError
 from nanoserve.ipc.columns import pack_ids
-from tests.integration.api_ring import Api, loaded_api, running_api
+from tests.integration.api_ring import loaded_api, running_api
+from tests.integration.raw_http import raw
 from tests.sse_grammar import read_stream
 
 COMPLETIONS = "/v1/completions"
-
-
-async def raw(api: Api, data: bytes, *, wait: bool = False) -> bytes:
-    """Sends bytes on a connection of their own, and reads until the server closes it."""
-    port = urlsplit(api.url).port
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(data)
-        await writer.drain()
-        return await asyncio.wait_for(reader.read(), 10)
-    finally:
-        writer.close()
 
 
 def config(**fields: Any) -> ServerConfig:

@@ -19,6 +19,7 @@ from nanoserve.ipc.columns import pack_ids
 from nanoserve.ipc.messages import AddRequest
 from tests.integration.api_ring import Api, loaded_api
 from tests.integration.event_reader import EventReader
+from tests.integration.raw_http import raw
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -27,17 +28,6 @@ HI = [{"role": "user", "content": "hi"}]
 
 def config(**fields: object) -> ServerConfig:
     return ServerConfig(api=ApiConfig(**fields))  # type: ignore[arg-type]
-
-
-async def raw(api: Api, data: bytes) -> bytes:
-    """Sends bytes on a connection of their own, and reads until the server closes it."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(api.url).port)
-    try:
-        writer.write(data)
-        await writer.drain()
-        return await asyncio.wait_for(reader.read(), 10)
-    finally:
-        writer.close()
 
 
 # ---- bodies that are dear to read ------------------------------------------------------------------------
