@@ -250,6 +250,24 @@ def test_rows_of_one_token_are_built_like_any_others():
             table.append(short.places, short.ahead, random.integers(3, tiny.VOCAB, len(chosen)))
 
 
+def test_what_is_kept_of_a_decode_step_does_not_outlive_other_steps():
+    """A prompt beside the same rows, in which they get blocks, then those rows alone again."""
+    table = make_table()
+    for request_id in (0, 1, 2):
+        table.add(NewRequest(request_id, list(range(3, 3 + 2 * BLOCK)), 2 * BLOCK, SamplingParams()))
+    place = table._places
+    last = 2 * BLOCK - 1
+    table.build([PlanRow(0, last, 1, [10, 11], True), PlanRow(1, last, 1, [20, 21], True)], [])
+    table.append(np.array([place[0], place[1]]), np.zeros(2, np.int64), np.array([5, 6]))
+    beside = PlanRow(2, 0, BLOCK, [30], False)
+    table.build([PlanRow(0, last + 1, 1, [12], True), PlanRow(1, last + 1, 1, [22], True), beside], [])
+    table.append(np.array([place[0], place[1]]), np.zeros(2, np.int64), np.array([7, 8]))
+    plan = [PlanRow(0, last + 2, 1, [], True), PlanRow(1, last + 2, 1, [], True)]
+    short = table.build(plan, [])
+    compare(short, table._build_any(plan, short.plan_index, short.places))
+    assert short.forward.block_tables[:, :3].tolist() == [[10, 11, 12], [20, 21, 22]]
+
+
 def compare(short: StepRows, long: StepRows) -> None:
     width = long.forward.block_tables.shape[1]  # the entries behind it are ignored
     np.testing.assert_array_equal(short.forward.block_tables[:, :width], long.forward.block_tables)
