@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -101,6 +102,20 @@ def _begin(standby: subprocess.Popen[bytes], incarnation: int) -> bool:
     return standby.poll() is None
 
 
+def child_environment(role: str, engine_threads: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Thread pools: the engine computes, the others must not take cores from it. `engine_threads` 0: one per core."""
+    environment = dict(inherited)
+    threads = engine_threads or len(os.sched_getaffinity(0))
+    environment["OMP_NUM_THREADS"] = str(threads) if role == "engine" else "1"
+    if role == "engine" and "OMP_WAIT_POLICY" not in inherited:
+        # A thread of torch's pool spins some milliseconds for more to do (libgomp's default): into the next native
+        # step, whose core it takes. Some 50 us do for torch, where one operation follows the other.
+        environment.setdefault("GOMP_SPINCOUNT", "10000")
+    environment["TOKENIZERS_PARALLELISM"] = "false"
+    environment["PYTHONUNBUFFERED"] = "1"
+    return environment
+
+
 class Spawner:
     """Starts children that all know the same run directory, configuration and listening socket."""
 
@@ -152,17 +167,8 @@ class Spawner:
             stdin=subprocess.PIPE if incarnation == STANDBY else subprocess.DEVNULL,
             pass_fds=inherited,
             start_new_session=True,
-            env=self._environment(role),
+            env=child_environment(role, self._config.engine.engine_threads, os.environ),
         )
-
-    def _environment(self, role: str) -> dict[str, str]:
-        """Thread pools: the engine computes, the others must not take cores from it."""
-        environment = dict(os.environ)
-        threads = self._config.engine.engine_threads or len(os.sched_getaffinity(0))
-        environment["OMP_NUM_THREADS"] = str(threads) if role == "engine" else "1"
-        environment["TOKENIZERS_PARALLELISM"] = "false"
-        environment["PYTHONUNBUFFERED"] = "1"
-        return environment
 
     def close(self) -> None:
         """Ends the standbys; other children are not touched."""

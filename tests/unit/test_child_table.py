@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.children import READY, RESTARTING, STALLED, STARTING, Child
+from nanoserve.children import READY, RESTARTING, STALLED, STARTING, Child, child_environment
 from nanoserve.ipc.messages import Heartbeat
 from nanoserve.wakeups import ChildTable, Wakeups
 
@@ -60,3 +60,12 @@ def test_a_later_life_that_hangs_in_its_start_is_ended_too() -> None:
         table.check_pulses(now, 20.0, startup_s)
         assert child.condemned == is_ended
         wakeups.close()
+
+
+def test_only_the_engine_gets_a_pool_of_threads_and_it_spins_briefly() -> None:
+    """What the operator set about spinning stays."""
+    engine, api = child_environment("engine", 3, {}), child_environment("api", 3, {})
+    assert (engine["OMP_NUM_THREADS"], api["OMP_NUM_THREADS"]) == ("3", "1")
+    assert engine["GOMP_SPINCOUNT"] == "10000" and "GOMP_SPINCOUNT" not in api
+    assert child_environment("engine", 3, {"GOMP_SPINCOUNT": "7"})["GOMP_SPINCOUNT"] == "7"
+    assert "GOMP_SPINCOUNT" not in child_environment("engine", 3, {"OMP_WAIT_POLICY": "ACTIVE"})
