@@ -268,6 +268,28 @@ def test_what_is_kept_of_a_decode_step_does_not_outlive_other_steps():
     assert short.forward.block_tables[:, :3].tolist() == [[10, 11, 12], [20, 21, 22]]
 
 
+def test_what_is_kept_of_a_decode_step_does_not_outlive_its_requests():
+    """The same id again, at another place and all but its last token found in the prefix cache."""
+    table = make_table()
+    table.add(NewRequest(0, [3, 4, 5], 3, SamplingParams()))
+    assert table.build([PlanRow(0, 2, 1, [10], True)], []).forward.token_ids.tolist() == [5]
+    table.drop(0)
+    for request_id, ids in ((1, [6, 7, 8]), (0, [3, 4, 9])):
+        table.add(NewRequest(request_id, ids, 3, SamplingParams()))
+    step = table.build([PlanRow(0, 2, 1, [11], True)], [])
+    assert step.forward.token_ids.tolist() == [9] and step.forward.block_tables[0, 0] == 11
+
+
+def test_a_row_that_cannot_run_is_told_of_in_each_step():
+    table = make_table()
+    table.add(NewRequest(0, [3, 4, 5], 3, SamplingParams()))
+    for new_blocks in ([10], []):
+        errors = []
+        step = table.build([PlanRow(77, 0, 1, [], True), PlanRow(0, 2, 1, new_blocks, True)], errors)
+        assert [error.request_id for error in errors] == [77] and step.plan_index.tolist() == [1]
+    assert table.build([PlanRow(0, 2, 1, [], True)], []).plan_index.tolist() == [0]
+
+
 def compare(short: StepRows, long: StepRows) -> None:
     width = long.forward.block_tables.shape[1]  # the entries behind it are ignored
     np.testing.assert_array_equal(short.forward.block_tables[:, :width], long.forward.block_tables)
