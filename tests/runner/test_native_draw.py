@@ -128,6 +128,29 @@ def test_a_row_without_numbers_gets_no_token_and_disturbs_nobody() -> None:
 
 
 @pytest.mark.rule(35)
+@pytest.mark.parametrize("num_rows", [1, 3, 20])
+@pytest.mark.parametrize("value", [0x7FC0, 0xFF80])
+def test_an_output_layer_without_numbers_gives_no_token(value: int, num_rows: int) -> None:
+    """NaN or infinite weights of one id, of half of them, of all. Other ids' logits are as good as ever."""
+    backend = make_native(make_spec("llama"))
+    head = backend._packed.sections["head"]
+    weights = backend._packed.memory[head.offset : head.offset + head.num_bytes].view(np.uint16)
+    random = np.random.default_rng(num_rows)
+    batch = random_batch(random, num_rows)
+    batch.logit_tokens = np.arange(len(batch.token_ids), dtype=np.int32)
+    rows = random_rows(random, len(batch.logit_tokens))
+    rows.asked["top_k"][::3] = 50
+    for where in (slice(6, 7), slice(len(weights) // 2, None), slice(None)):
+        weights[where] = value
+        token_ids, logits = backend.forward_drawn(batch, rows)
+        assert np.array_equal(token_ids, backend.choose(logits.clone(), rows))
+        broken = ~torch.isfinite(logits.amax(1)).numpy()
+        assert np.array_equal(backend.greedy_ids < 0, broken)
+        assert np.array_equal(backend.forward_greedy(batch), backend.greedy_ids)
+    assert broken.all()
+
+
+@pytest.mark.rule(35)
 @pytest.mark.parametrize("slow", [0, 1, 2])
 def test_a_thread_that_comes_late_does_not_take_the_last_step_for_this_one(slow: int) -> None:
     """With few rows each thread keeps its own copy of what the output layer gets: here NaN, of the step before."""

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <utility>
 
 #include "decode.h"
@@ -16,6 +17,8 @@ constexpr size_t kSlabBytes = 480 << 10;
 
 // KV pages that one tile fetches at the most: more would crowd out the misses of its own operands.
 constexpr int kMostPages = 4;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 struct Tile {
     const GemmJob& job;
@@ -42,7 +45,7 @@ inline __attribute__((always_inline)) void finish_logits(const Tile& tile, int r
     const int live = std::min(kPanel, job.weight->n - column);
     const __mmask16 mask0 = static_cast<__mmask16>((1u << std::min(live, 16)) - 1);
     const __mmask16 mask1 = static_cast<__mmask16>((1u << std::max(live - 16, 0)) - 1);
-    const __m512 lowest = _mm512_set1_ps(-3.0e38f);
+    const __m512 nothing = _mm512_set1_ps(-kInfinity);
 #pragma GCC unroll 12
     for (int i = 0; i < ROWS; ++i) {
         if (job.out) {
@@ -50,14 +53,17 @@ inline __attribute__((always_inline)) void finish_logits(const Tile& tile, int r
             _mm512_mask_storeu_ps(out, mask0, acc[i][0]);
             _mm512_mask_storeu_ps(out + 16, mask1, acc[i][1]);
         }
-        const __m512 low = _mm512_mask_blend_ps(mask0, lowest, acc[i][0]);
-        const __m512 high = _mm512_mask_blend_ps(mask1, lowest, acc[i][1]);
-        const float top = _mm512_reduce_max_ps(_mm512_max_ps(low, high));
+        const __m512 low = _mm512_mask_blend_ps(mask0, nothing, acc[i][0]);
+        const __m512 high = _mm512_mask_blend_ps(mask1, nothing, acc[i][1]);
         Best& best = job.best[row + i];
+        if (_mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q)) {  // one of them is no number, which a maximum would pass over
+            best = {kInfinity, column};
+            continue;
+        }
+        const float top = _mm512_reduce_max_ps(_mm512_max_ps(low, high));
         if (top < best.value) continue;
         const uint32_t where = _mm512_cmpeq_ps_mask(low, _mm512_set1_ps(top)) |
                                static_cast<uint32_t>(_mm512_cmpeq_ps_mask(high, _mm512_set1_ps(top))) << 16;
-        if (where == 0) continue;
         const int index = column + __builtin_ctz(where);
         if (top > best.value || index < best.index) best = {top, index};  // ties: the lowest id, whoever came first
     }

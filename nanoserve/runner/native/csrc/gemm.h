@@ -65,7 +65,7 @@ enum class Epilogue {
 };
 
 struct Best {
-    float value;
+    float value;  // infinite where there is none: a logit is no number, or the largest is not finite
     int index;
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <limits>
 
 #include "draw.h"
 
@@ -156,7 +157,7 @@ bool Step::make_buffers() {
     best_ = arena.take<Best>(threads_ * logit_rows);
     finished_ = arena.take<std::atomic<int>>(groups);
     for (size_t i = 0; i < groups; ++i) new (finished_ + i) std::atomic<int>(0);
-    std::fill(best_, best_ + threads_ * logit_rows, Best{-3.0e38f, 0});
+    std::fill(best_, best_ + threads_ * logit_rows, Best{-std::numeric_limits<float>::infinity(), 0});
     return true;
 }
 
@@ -171,21 +172,18 @@ bool Step::run() {
     if (!make_buffers()) return false;
     model_.phases.reset();
     model_.team.run_with_whoever_comes([this](int thread) { work(thread); });
-    for (int row = 0; row < batch_.logit_rows; ++row) greedy_[row] = best_of(0, row).index;
+    for (int row = 0; row < batch_.logit_rows; ++row) greedy_[row] = best_of(row).index;
     return true;
 }
 
 // The largest logit of a row, once all are there; its index is -1 where they are not finite.
-Best Step::best_of(int thread, int row) {
-    if (private_rows_) norm_row(thread, row, nullptr, model_.final_norm);  // this thread may have missed the last phase
+Best Step::best_of(int row) const {
     Best best = best_[row];
     for (int other_thread = 1; other_thread < threads_; ++other_thread) {
         const Best& other = best_[static_cast<size_t>(other_thread) * batch_.logit_rows + row];
         if (other.value > best.value || (other.value == best.value && other.index < best.index)) best = other;
     }
-    const bf16* last = normed(thread) + static_cast<size_t>(row) * config_.hidden;
-    const bool finite = std::none_of(last, last + config_.hidden, [](bf16 v) { return (v & 0x7f80) == 0x7f80; });
-    return {best.value, finite && std::isfinite(best.value) ? best.index : -1};
+    return {best.value, std::isfinite(best.value) ? best.index : -1};
 }
 
 void Step::work(int thread) {
@@ -379,7 +377,7 @@ void Step::project_logits(int thread) {
 void Step::draw_tokens(int thread) {
     model_.phases.begin(thread, draw_->num_rows);
     for (int row; (row = model_.phases.claim(thread)) >= 0;)
-        draw_token(*draw_, row, best_of(thread, draw_->rows[row].logit_row));
+        draw_token(*draw_, row, best_of(draw_->rows[row].logit_row));
 }
 
 }  // namespace ns

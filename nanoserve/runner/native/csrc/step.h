@@ -104,7 +104,7 @@ class Step {
     void run_item(int thread, const AttentionPlan& plan, const AttentionItem& item, const AttentionItem* next,
                   const uint8_t* kv);
     void merge_group(const AttentionPlan& plan, const AttentionItem& item);
-    Best best_of(int thread, int row);
+    Best best_of(int row) const;
     Partial slot(const AttentionPlan& plan, int index) const;
     const uint8_t* first(int thread, const Linear& weight, int rows) const {
         return first_panel(weight, rows, thread, model_.team.size());
