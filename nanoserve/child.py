@@ -61,13 +61,14 @@ def die_with_parent(parent_pid: int, death_fd: int) -> None:
 
 
 class StopSignal:
-    """SIGTERM as a flag and a readable file descriptor. SIGINT is the supervisor's alone."""
+    """SIGTERM as a flag and a readable file descriptor. SIGINT and SIGHUP are the supervisor's alone."""
 
     def __init__(self) -> None:
         self.requested = False
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, *_: object) -> None:
         self.requested = True
@@ -208,6 +209,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     options = _parse(argv)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the watchdog log is open: a standby waits before that
     die_with_parent(options.parent, options.death_fd)
     if options.role != "prepare":
         gc.disable()  # until `Link.ready`: what a start makes stays for life, so the collector would find nothing

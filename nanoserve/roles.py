@@ -20,8 +20,9 @@ from nanoserve.children import Child, Spawner, describe_exit
 from nanoserve.config import ServerConfig
 from nanoserve.errors import StartupError
 from nanoserve.ipc.endpoints import Endpoints, next_life, shared_run_dir
-from nanoserve.obs.logs import setup_logging
+from nanoserve.obs.logs import setup_logging, watchdog_file
 from nanoserve.obs.terminal import Terminal
+from nanoserve.obs.watchdog import StackFile
 from nanoserve.wakeups import Wakeups
 
 _log = logging.getLogger(__name__)
@@ -38,7 +39,9 @@ def serve_role(config: ServerConfig) -> int:
     config_file.write_bytes(msgspec.json.encode(config))
     spawner = Spawner(config, endpoints, config_file)
     spawner.log_dir.mkdir(parents=True, exist_ok=True)
-    setup_logging(f"{role}-launcher", spawner.log_dir, config.obs.log_level, child=False)
+    name = f"{role}-launcher"
+    setup_logging(name, spawner.log_dir, config.obs.log_level, child=False)
+    stacks = StackFile(watchdog_file(spawner.log_dir, name), name)
     wakeups = Wakeups()
     try:
         model_dir = _prepared(config, spawner, wakeups)
@@ -60,6 +63,7 @@ def serve_role(config: ServerConfig) -> int:
     finally:
         wakeups.close()
         spawner.close()
+        stacks.close()
 
 
 class _Blame:

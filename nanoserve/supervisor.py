@@ -10,6 +10,7 @@ the ServerStatus whenever that changes. One poll waits for messages, for the end
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -44,8 +45,9 @@ from nanoserve.ipc.messages import (
     SupervisorInbox,
 )
 from nanoserve.listening import base_url, listening
-from nanoserve.obs.logs import last_lines, setup_logging
+from nanoserve.obs.logs import last_lines, setup_logging, watchdog_file
 from nanoserve.obs.terminal import Terminal, ready_lines
+from nanoserve.obs.watchdog import StackFile
 from nanoserve.restarts import RestartPlan
 from nanoserve.roles import serve_role
 from nanoserve.status_board import StatusBoard
@@ -269,7 +271,9 @@ class Supervisor:
         """Live streams finish within the drain timeout; then the ring stops in reverse order."""
         self._stopping = True
         apis = self._children.living("api")
-        self._terminal.line(f"stopping: live streams have {self._config.api.drain_timeout:g} s to finish")
+        self._terminal.line(
+            f"stopping on {self._wakeups.last_stop}: live streams have {self._config.api.drain_timeout:g} s to finish"
+        )
         self._publish(stage="draining", draining=True)
         for child in apis:
             child.send_signal(signal.SIGTERM)
@@ -348,11 +352,13 @@ def serve(config: ServerConfig) -> int:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 setup_logging("supervisor", directory, config.obs.log_level, child=False)
+                stacks = StackFile(watchdog_file(directory, "supervisor"), "supervisor")
             except OSError as error:
                 raise StartupError(f"--log-dir {directory}: {error.strerror}") from None
             url = base_url(config.api, sock)
             terminal.line(f"nanoserve {__version__}, pid {os.getpid()}, listening on {url}")
-            return Supervisor(config, endpoints, sock, terminal).run()
+            with contextlib.closing(stacks):
+                return Supervisor(config, endpoints, sock, terminal).run()
         finally:
             if not run_dir:
                 remove_run_dir(endpoints)

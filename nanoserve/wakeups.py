@@ -27,6 +27,7 @@ class Wakeups:
 
     def __init__(self) -> None:
         self.stops = 0
+        self.last_stop = ""  # the signal's name, for the operator
         self._epoll = select.epoll()
         self._signal_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._signal_fd, select.EPOLLIN)
@@ -34,8 +35,11 @@ class Wakeups:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` leaves SIGHUP
                 signal.signal(number, self._on_signal)
 
-    def _on_signal(self, *_: object) -> None:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # means nothing here; children inherit it
+
+    def _on_signal(self, number: int, _: object) -> None:
         self.stops += 1
+        self.last_stop = signal.Signals(number).name
         os.eventfd_write(self._signal_fd, 1)
 
     def fileno(self) -> int:

@@ -4,7 +4,8 @@ Owner: each child has one, fed by its loop and checked by its pulse thread (`nan
 one cannot see everything: the pulse thread compares counters and knows what the loop was doing, and a C timer of
 `faulthandler`, which that thread puts off again and again, fires when native code holds the interpreter lock so long
 that no Python thread runs.
-For a process that is stopped or locked up for good, the supervisor sees its heartbeats stop.
+For a process that is stopped or locked up for good, the supervisor sees its heartbeats stop. The launchers have no such
+loop to watch, but a `StackFile` too: SIGUSR1 writes the stacks of any process.
 """
 
 from __future__ import annotations
@@ -28,6 +29,31 @@ EXIT_WATCHDOG = 71
 _MAX_BYTES = 8 << 20  # past it a new life of the process begins a new file
 _SPY_TIMEOUT_S = 10.0
 _TIMER_MARGIN_S = 2.0  # the C timer waits longer than the pulse thread, which can say more
+
+
+class StackFile:
+    """`<process>.watchdog.log`: SIGUSR1 writes the stacks of all threads there, and the process goes on.
+
+    OSError when the file cannot be opened. One per process: a second one takes the signal over.
+    """
+
+    def __init__(self, path: Path, about: str) -> None:
+        if path.exists() and path.stat().st_size > _MAX_BYTES:
+            path.replace(path.with_name(path.name + ".1"))
+        self.file = path.open("a", buffering=1, encoding="utf-8")
+        self.write(f"{about}; SIGUSR1 writes all stacks here")
+        faulthandler.register(signal.SIGUSR1, file=self.file, all_threads=True, chain=False)
+
+    def write(self, text: str) -> None:
+        try:
+            self.file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        except OSError:
+            _log.warning("the watchdog log cannot be written")
+
+    def close(self) -> None:
+        """From then on the signal ends the process again, as the system has it."""
+        faulthandler.unregister(signal.SIGUSR1)
+        self.file.close()
 
 
 class _Idle:
@@ -79,13 +105,7 @@ class LoopWatchdog:
         self._seen = -1
         self._since = 0.0
         self._dumped = False
-        if path.exists() and path.stat().st_size > _MAX_BYTES:
-            path.replace(path.with_name(path.name + ".1"))
-        self._file = path.open("a", buffering=1, encoding="utf-8")
-        self._write(
-            f"watching {name}: soft limit {soft_s:g} s, hard limit {hard_s:g} s; SIGUSR1 writes all stacks here"
-        )
-        faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True, chain=False)
+        self._stacks = StackFile(path, f"watching {name}: soft limit {soft_s:g} s, hard limit {hard_s:g} s")
 
     def feed(self) -> None:
         self.count += 1
@@ -112,9 +132,11 @@ class LoopWatchdog:
             if elapsed >= max(soft, allowance) and not self._dumped:
                 self._dump(elapsed, doing)
             # Also while idle: the next turn may be the one that takes the lock and keeps it.
-            faulthandler.dump_traceback_later(max(soft, allowance) + _TIMER_MARGIN_S, repeat=False, file=self._file)
+            faulthandler.dump_traceback_later(
+                max(soft, allowance) + _TIMER_MARGIN_S, repeat=False, file=self._stacks.file
+            )
         if hard and elapsed >= allowance + hard:
-            self._write(f"{self._name}: no progress for {elapsed:.1f} s, this process ends")
+            self._stacks.write(f"{self._name}: no progress for {elapsed:.1f} s, this process ends")
             _log.error("no progress for %.1f s: this process ends (stacks are in its watchdog log)", elapsed)
             self._end(EXIT_WATCHDOG)
         return max(elapsed - allowance, 0.0)
@@ -123,8 +145,8 @@ class LoopWatchdog:
         self._dumped = True
         what = f" in {doing[0]!r} (expected within {doing[1]:g} s)" if doing else ""
         line = f"{self._name}: no progress for {elapsed:.1f} s{what}, turn {self.count}"
-        self._write(line + "; stacks of all threads:")
-        faulthandler.dump_traceback(file=self._file, all_threads=True)
+        self._stacks.write(line + "; stacks of all threads:")
+        faulthandler.dump_traceback(file=self._stacks.file, all_threads=True)
         self._dump_native()
         _log.warning("no progress for %.1f s%s; stacks are in the watchdog log", elapsed, what)
 
@@ -134,15 +156,10 @@ class LoopWatchdog:
         if spy is not None:
             command = [spy, "dump", "--native", "--pid", str(os.getpid())]
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                subprocess.run(command, stdout=self._file, stderr=self._file, timeout=_SPY_TIMEOUT_S, check=False)
-
-    def _write(self, text: str) -> None:
-        try:
-            self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        except OSError:
-            _log.warning("the watchdog log cannot be written")
+                subprocess.run(
+                    command, stdout=self._stacks.file, stderr=self._stacks.file, timeout=_SPY_TIMEOUT_S, check=False
+                )
 
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()
-        faulthandler.unregister(signal.SIGUSR1)
-        self._file.close()
+        self._stacks.close()

@@ -41,6 +41,7 @@ def test_each_process_has_a_log_and_a_watchdog_log(sim_server: Server) -> None:
     for name in PARTS:
         assert (sim_server.log_dir / f"{name}.log").exists()
         assert name in sim_server.log(name, "watchdog.log")
+    assert "supervisor" in sim_server.log("supervisor", "watchdog.log")
     assert "started engine-0" in sim_server.log("supervisor")
 
 

@@ -158,3 +158,18 @@ def test_sigusr1_writes_the_stacks_of_a_healthy_process(sim_server: Server) -> N
         os.kill(pid, signal.SIGUSR1)
         wait_until(lambda name=name: "process.py" in sim_server.log(name, "watchdog.log"), 5, f"stacks of {name}")
         assert is_alive(pid)
+
+
+def test_sigusr1_to_the_launcher_writes_its_stacks_and_no_stream_breaks(sim_server: Server) -> None:
+    """It is the pid that the console shows first."""
+    events = sim_server.stream("/v1/completions", {"model": "sim", "prompt": "a b c", "max_tokens": 300})
+    seen = [next(events)]
+    os.kill(sim_server.pid, signal.SIGUSR1)
+    os.kill(sim_server.pid, signal.SIGUSR2)  # means nothing, to anybody
+    for pid in sim_server.pids.values():
+        os.kill(pid, signal.SIGUSR2)
+        os.kill(pid, signal.SIGHUP)  # a child's terminal is the launcher's business
+    wait_until(lambda: "supervisor.py" in sim_server.log("supervisor", "watchdog.log"), 5, "stacks of the launcher")
+    seen += events
+    assert seen[-1] == "[DONE]" and not any("error" in event for event in seen)
+    assert all(is_alive(pid) for pid in (sim_server.pid, *sim_server.pids.values()))
