@@ -132,6 +132,20 @@ def test_only_asked_logits_and_greedy_ids(name: str) -> None:
         assert backend.forward(_batch(IDS[:count], [], table)).shape == (0, VOCAB)
 
 
+def test_memory_for_the_logits_of_a_prompt_is_given_back() -> None:
+    """A step's worth of prompt scores takes half a gigabyte with Gemma's vocabulary. Streams' own stays."""
+    backend = make_native(make_spec("llama"))
+    table = list(range(40))
+    alone = backend.forward(_batch(IDS[:600], [599], table)).clone()
+    backend.forward(_batch(IDS[:600], list(range(600)), table))
+    assert backend._logits.memory.shape[0] == 600
+    assert torch.equal(backend.forward(_batch(IDS[:600], [599], table)), alone)
+    assert backend._logits.memory.shape[0] == 1
+    backend.forward(_batch(IDS[:600], list(range(100)), table))
+    assert torch.equal(backend.forward(_batch(IDS[:600], [599], table)), alone)
+    assert backend._logits.memory.shape[0] == 100
+
+
 def test_keys_and_values_are_written_when_no_logits_are_asked() -> None:
     backend = make_native(make_spec("llama"))
     whole = logits_of(backend, [40])

@@ -29,6 +29,7 @@ from nanoserve.runner.sampler import SampleRows
 
 _PAGE_TOKENS = 16
 _LINE_FLOATS = 16  # of a cache line
+_KEPT_LOGIT_ROWS = 128
 _MAX_HEAD_DIM = 1024  # rotate_head keeps one head on its stack
 _LAYER_MATRICES = ("qkv", "output", "gate_up", "down")
 _LAYER_VECTORS = ("input_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm", "q_norm", "k_norm")
@@ -89,7 +90,9 @@ class _Logits:
         return cls(memory, memory[:rows, :vocab_size], rows, memory.shape[1], memory.data_ptr())
 
     def resized(self, rows: int) -> _Logits:
-        memory = self.memory if rows <= len(self.memory) else torch.empty(rows, self.stride)
+        """Room for so many rows. Much more, as the scores of a prompt need, is not kept: 1 MiB a row with 262k ids."""
+        fits = rows <= len(self.memory) <= max(4 * rows, _KEPT_LOGIT_ROWS)
+        memory = self.memory if fits else torch.empty(rows, self.stride)
         return self.of(memory, rows, self.tensor.shape[1])
 
 
