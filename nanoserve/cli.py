@@ -193,8 +193,8 @@ def _add_flag(group: argparse._ArgumentGroup, item: Option) -> None:
     metavar = metavar or {int: "SIZE" if item.metadata["size"] else "N", float: "X", tuple: "NAME"}.get(
         item.kind, "TEXT"
     )
-    nargs = "+" if item.kind is tuple else None
-    group.add_argument(*flags, dest=item.name, default=None, metavar=metavar, nargs=nargs, help=help_text)
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"} if item.kind is tuple else {}
+    group.add_argument(*flags, dest=item.name, default=None, metavar=metavar, help=help_text, **several)
 
 
 def _from_flags(argv: Sequence[str], prog: str) -> tuple[dict[str, Any], argparse.Namespace]:

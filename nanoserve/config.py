@@ -160,7 +160,7 @@ class ApiConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one")
     root_path: str = option("", "prefix that a proxy puts before every path, as /llm; answered with and without it")
-    uds: str = option("", "listen on this Unix socket instead of host and port")
+    uds: str = option("", "listen on this Unix socket; host and port are then ignored")
     api_workers: int = option(1, "api processes on the one port")
     max_body_bytes: int = option(32 << 20, "largest request body", size=True)
     max_bodies_bytes: int = option(

@@ -205,6 +205,7 @@ def test_lists(tmp_path: Path) -> None:
     file.write_text("served-model-name: [a, b]\n")
     for argv, environ in (
         (["--served-model-name", "a", "b"], {}),
+        (["--served-model-name", "a", "--port", "1", "--served-model-name", "b"], {"NANOSERVE_SERVED_MODEL_NAME": "c"}),
         ([], {"NANOSERVE_SERVED_MODEL_NAME": "a, b"}),
         (["--config", str(file)], {}),
     ):
