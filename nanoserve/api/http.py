@@ -46,7 +46,8 @@ async def read_body(request: web.Request) -> bytes:
     """
     context = request.app[CONTEXT]
     if request.body_exists and "Content-Type" in request.headers and request.content_type != "application/json":
-        raise RequestError("Unsupported Media Type: Only 'application/json' is allowed")
+        words = "Unsupported Media Type: Only 'application/json' is allowed"  # as other servers say it
+        raise RequestError(f"{words}; send the header `Content-Type: application/json`.")
     if request.headers.get("Content-Encoding", "identity").lower() not in _ENCODINGS:
         raise http_error(415, "The body's Content-Encoding is not one of gzip, deflate and identity.")
     if (request.content_length or 0) > request.client_max_size:

@@ -265,6 +265,7 @@ async def test_paths_methods_sizes_and_types_have_the_envelope(tmp_path: Path) -
         assert (await api.post(COMPLETIONS, {"prompt": "x" * 2000}))[1]["error"]["code"] == 413
         status, body = await api.post(COMPLETIONS, {"prompt": "x"}, Content_Type="text/plain")
         assert status == 400 and "Unsupported Media Type" in body["error"]["message"]
+        assert "`Content-Type: application/json`" in body["error"]["message"]  # curl says something else by itself
 
         async def chunks() -> AsyncIterator[bytes]:
             for _ in range(100):
