@@ -285,7 +285,9 @@ class BodyDecoder(Generic[B]):
             elif key not in IGNORED:
                 unknown.append(key)
         if unknown and strict:
-            raise RequestError("The body has a field this server does not know.", code="unknown_parameter")
+            name = shown_key(min(unknown))
+            words = f"The body has a field this server does not know: `{name}`."
+            raise RequestError(words, param=name, code="unknown_parameter")
         return Decoded(body, tuple(sorted(unknown)[:_MAX_WARNED_KEYS]))
 
     def _refuse_unsupported(self, key: str, raw: bytes) -> None:
@@ -319,7 +321,11 @@ def json_words(words: str) -> str:
     return "The body is not valid JSON: " + words.removeprefix("JSON is malformed: ") + "."
 
 
+def shown_key(key: str) -> str:
+    """A client's own key, where we name it: printable ASCII, short."""
+    return re.sub(r"[^\x21-\x7e]", "?", key)[:40]
+
+
 def header_safe(keys: tuple[str, ...]) -> str:
-    """Unknown keys as a header value: printable ASCII, short."""
-    words = [re.sub(r"[^\x21-\x7e]", "?", key)[:40] for key in keys]
-    return "unknown fields ignored: " + ", ".join(words)
+    """Unknown keys as a header value."""
+    return "unknown fields ignored: " + ", ".join(map(shown_key, keys))

@@ -140,7 +140,8 @@ async def test_unknown_fields_are_named_on_every_path(api: Api, path: str, body:
 async def test_unknown_fields_are_refused_on_every_path_where_the_server_is_strict(tmp_path: Path) -> None:
     async with loaded_api(tmp_path, ServerConfig(api=ApiConfig(strict_params=True))) as api:
         for path, body in (("/tokenize", {"prompt": "x"}), ("/abort_request", {"rid": "x"})):
-            assert (await api.post(path, {**body, "frobnicate": 1}))[0] == 400
+            status, answer = await api.post(path, {**body, "frobnicate": 1})
+            assert (status, answer["error"]["param"]) == (400, "frobnicate")
 
 
 @pytest.mark.parametrize("field", ["token_ids_logprob", "image_data", "input_embeds", "custom_logit_processor"])

@@ -80,8 +80,15 @@ def test_true_is_not_one() -> None:
 
 def test_unknown_keys_are_reported_or_refused() -> None:
     assert COMPLETION.decode(b'{"zeta":1,"alpha":[2],"metadata":{}}').unknown_keys == ("alpha", "zeta")
-    with pytest.raises(RequestError):
-        COMPLETION.decode(b'{"zeta":1}', strict=True)
+    with pytest.raises(RequestError, match="`beta`") as refusal:
+        COMPLETION.decode(b'{"zeta":1,"beta":2,"metadata":{}}', strict=True)
+    assert (refusal.value.param, refusal.value.code) == ("beta", "unknown_parameter")
+
+
+def test_an_unknown_key_is_shown_in_printable_ascii() -> None:
+    with pytest.raises(RequestError) as refusal:
+        COMPLETION.decode('{"\u00e4\\n":1}'.encode(), strict=True)
+    assert refusal.value.param == "??"
 
 
 @given(st.lists(st.text(), max_size=30))
