@@ -37,7 +37,8 @@ _RAW_FIELDS = {
     ("GenerateBody", "input_ids"): {"anyOf": [*_IDS_OR_LIST, {"type": "null"}]},
     ("GenerateBody", "sampling_params"): {"anyOf": [{"type": "object"}, {"type": "null"}]},
 }
-_POSTS: dict[str, tuple[type[msgspec.Struct], str, bool]] = {  # path: body, summary, may stream
+_Body = type[msgspec.Struct] | None
+_POSTS: dict[str, tuple[_Body, str, bool]] = {  # path: body, summary, may stream
     "/v1/completions": (CompletionBody, "Complete a prompt.", True),
     "/v1/chat/completions": (ChatBody, "Answer a conversation.", True),
     "/v1/chat/completions/render": (ChatBody, "The prompt of a conversation, as text and ids.", False),
@@ -47,22 +48,34 @@ _POSTS: dict[str, tuple[type[msgspec.Struct], str, bool]] = {  # path: body, sum
     "/generate": (GenerateBody, "Text or ids in, text and ids out.", True),
     "/tokenize": (TokenizeBody, "Text to ids.", False),
     "/detokenize": (DetokenizeBody, "Ids to text.", False),
+    "/v1/tokenize": (TokenizeBody, "Text to ids.", False),
+    "/v1/detokenize": (DetokenizeBody, "Ids to text.", False),
+    "/flush_cache": (None, "Forget cached prefixes.", False),
     "/pause_generation": (PauseBody, "Compute nothing until told to go on.", False),
     "/continue_generation": (PauseBody, "Go on after a pause.", False),
     "/start_profile": (ProfileBody, "Record the engine's next steps as a trace.", False),
+    "/stop_profile": (None, "End the profile that runs.", False),
     "/configure_logging": (LoggingBody, "Change what the api processes log.", False),
     "/abort_request": (AbortBody, "End requests by the id their clients gave.", False),
 }
 _GETS = {
     "/v1/models": "The served model under each of its names.",
+    "/v1/models/{id}": "One name of the served model.",
     "/v1/loads": "Load figures.",
+    "/metrics": "Counts and times for Prometheus.",
     "/health": "Whether every process is alive.",
+    "/ping": "Whether every process is alive.",
     "/ready": "Whether a new request would be served now.",
     "/health_generate": "Whether a token goes round the ring.",
     "/version": "The version.",
     "/server_info": "Configuration, processes, stats.",
+    "/get_server_info": "Configuration, processes, stats.",
     "/model_info": "Facts of the model.",
+    "/get_model_info": "Facts of the model.",
+    "/openapi.json": "This description.",
 }
+_TEXT = {"text/plain": {"schema": {"type": "string"}}}
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 _STATUSES = {
     "400": "something in the request is wrong",
     "401": "the API key is missing or wrong",
@@ -90,7 +103,7 @@ async def openapi(request: web.Request) -> web.Response:
 
 @cache
 def _document(names: tuple[str, ...], root_path: str) -> bytes:
-    bodies = list(dict.fromkeys(body for body, _, _ in _POSTS.values()))
+    bodies = list(dict.fromkeys(body for body, _, _ in _POSTS.values() if body is not None))
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     for (struct, field), schema in _RAW_FIELDS.items():
         schemas[struct]["properties"][field] = schema
@@ -116,6 +129,8 @@ def _document(names: tuple[str, ...], root_path: str) -> bytes:
     }
     paths: dict[str, Any] = {path: {"get": _operation(path, words, None, False)} for path, words in _GETS.items()}
     paths |= {path: {"post": _operation(path, *_turned(entry))} for path, entry in _POSTS.items()}
+    paths["/generate"]["put"] = paths["/generate"]["post"]
+    paths["/v1/models/{id}"]["parameters"] = [_ID]
     document = {
         "openapi": "3.1.0",
         "info": {"title": "nanoserve", "version": __version__},
@@ -126,20 +141,22 @@ def _document(names: tuple[str, ...], root_path: str) -> bytes:
     return msgspec.json.encode(document)
 
 
-def _turned(entry: tuple[type[msgspec.Struct], str, bool]) -> tuple[str, str, bool]:
+def _turned(entry: tuple[_Body, str, bool]) -> tuple[str, str | None, bool]:
     body, words, streams = entry
-    return words, body.__name__, streams
+    return words, body.__name__ if body is not None else None, streams
 
 
 def _operation(path: str, words: str, body: str | None, streams: bool) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-    if path == "/generate":
+    if path == "/metrics":
+        content = _TEXT
+    elif path == "/generate":
         content = {"application/json": {"schema": {"type": ["object", "array"]}}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     responses: dict[str, Any] = {"200": {"description": "done", "content": content}}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    if path in ("/health", "/ready"):
+    if path in ("/health", "/ping", "/ready"):
         responses["503"] = {"description": "no", "content": {"application/json": {"schema": {"type": "object"}}}}
     else:
         responses |= {status: {"description": text, "content": error} for status, text in _STATUSES.items()}

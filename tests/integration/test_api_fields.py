@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from nanoserve.api.app import ROUTES
 from nanoserve.config import ApiConfig, EngineConfig, ModelConfig, ObsConfig, ServerConfig
 from nanoserve.ipc.messages import AbortCause, AddRequest, FinishReason, RepetitionDetection
 from tests.integration.api_ring import Api, loaded_api
@@ -161,6 +163,34 @@ async def test_a_full_queue_does_not_make_the_ring_look_broken(api: Api) -> None
     assert (await api.post(COMPLETIONS, {"prompt": "x"}))[0] == 503
     async with asyncio.timeout(5):
         assert (await api.get("/health_generate"))[0] == 200
+
+def _documented_routes() -> set[tuple[str, str]]:
+    """Method and path of every row of the first column of the table in docs/http-api.md."""
+    text = (Path(__file__).parents[2] / "docs/http-api.md").read_text(encoding="utf-8")
+    table = text.partition("## Paths\n")[2].partition("\n## ")[0]
+    routes = set()
+    for row in table.splitlines():
+        method, path, first = "", "", row.split(" | ")[0]
+        for word in re.findall(r"[A-Z]{3,}|/[\w./{}]+", first):
+            if word.isupper():
+                method, other = word, method
+                if other:  # "`POST /generate` (or `PUT`)"
+                    routes.add((word, path))
+            else:
+                path = word
+                routes.add((method, path))
+    return routes
+
+
+async def test_router_description_and_documentation_name_the_same_routes(api: Api) -> None:
+    served = {(method, path.replace("{name:.+}", "{id}")) for method, path, _ in ROUTES}
+    document = (await api.get("/openapi.json"))[1]
+    described = {
+        (method.upper(), path) for path, item in document["paths"].items() for method in item if method != "parameters"
+    }
+    assert described == served
+    assert _documented_routes() == served
+
 
 
 async def test_a_request_is_logged_from_the_moment_it_is_asked_for(api: Api, caplog: pytest.LogCaptureFixture) -> None:
