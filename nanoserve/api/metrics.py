@@ -80,6 +80,7 @@ _ENGINE_GAUGES = (
     ("kv_blocks_used", "blocks_used", "KV blocks that requests hold"),
     ("kv_blocks_total", "blocks_total", "KV blocks of the pool"),
     ("num_requests_retained", "num_retained", "ended requests that are not released yet"),
+    ("paused", "paused", "1 after /pause_generation: requests are taken and wait"),
 )
 _ENGINE_COUNTERS = (
     ("engine_steps", "steps", "steps of the engine"),

@@ -42,11 +42,16 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Readiness: 200 when a new request would be served now."""
-    lifecycle = request.app[CONTEXT].lifecycle
-    if lifecycle.is_ready:
-        return json_response(lifecycle.readiness())
-    return json_response(lifecycle.readiness(), status=503, headers={"Retry-After": "2"})
+    """Readiness: 200 when a new request would be taken now; also while paused, for then it waits and is not lost."""
+    context = request.app[CONTEXT]
+    if context.lifecycle.is_ready:
+        return json_response(_readiness(context))
+    return json_response(_readiness(context), status=503, headers={"Retry-After": "2"})
+
+
+def _readiness(context: ApiContext) -> dict[str, Any]:
+    """`paused` is the engine's own word, so it holds whichever api process was asked to pause."""
+    return {**context.lifecycle.readiness(), "paused": context.metrics.engine_stats.paused}
 
 
 async def version(request: web.Request) -> web.Response:
@@ -166,7 +171,7 @@ async def server_info(request: web.Request) -> web.Response:
             "version": __version__,
             "pid": os.getpid(),
             "time": time.time(),
-            "status": context.lifecycle.readiness(),
+            "status": _readiness(context),
             "model": context.lifecycle.model.name if context.lifecycle.model else None,
             "config": without_secrets(asdict(context.config)),
             "engine": _named(status.engine) if status.engine is not None else None,

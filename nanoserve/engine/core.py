@@ -144,6 +144,7 @@ class EngineCore:
                 self._builder.stats_due = True
             case Pause():
                 self.paused = message.paused
+                self._builder.stats_due = True
             case StartProfile():
                 self.counters.begin_profile(message)
                 self._builder.stats_due = True
@@ -260,7 +261,10 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         return self.counters.snapshot(
-            self.scheduler, num_retained=self.ledger.num_retained, num_undecodable=self._inbox.dropped
+            self.scheduler,
+            num_retained=self.ledger.num_retained,
+            num_undecodable=self._inbox.dropped,
+            paused=self.paused,
         )
 
     def step(self) -> TokenBatch | None:

@@ -39,7 +39,7 @@ class EngineCounters:
     def end_profile(self) -> None:
         self.profile_steps_left = 0
 
-    def snapshot(self, scheduler: Scheduler, *, num_retained: int, num_undecodable: int) -> EngineStats:
+    def snapshot(self, scheduler: Scheduler, *, num_retained: int, num_undecodable: int, paused: bool) -> EngineStats:
         totals = scheduler.counters
         pool = scheduler.tables.pool
         return EngineStats(
@@ -69,6 +69,7 @@ class EngineCounters:
             flushed_blocks=self.flushed_blocks,
             profile=self.profile,
             profile_steps_left=self.profile_steps_left,
+            paused=paused,
         )
 
 

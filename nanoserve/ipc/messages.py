@@ -252,6 +252,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     build_seconds: float = 0.0
     profile: int = 0  # number of the last one that was begun
     profile_steps_left: int = 0  # that it is still to record
+    paused: bool = False
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):

@@ -164,6 +164,7 @@ class FakeRing:
             self.stats(num_flushes=self.flushes, flushed_blocks=7 * self.flushes)
         elif isinstance(message, Pause):
             self.paused = message.paused
+            self.stats(paused=message.paused)
         elif isinstance(message, StartProfile):
             self.profiles.append(message)
             self.start_profile(message)

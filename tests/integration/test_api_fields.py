@@ -118,6 +118,12 @@ async def test_a_pause_reaches_the_engine(api: Api) -> None:
     for path, paused in (("/pause_generation", True), ("/continue_generation", False)):
         assert (await api.post(path, {}))[1] == {"status": "ok", "paused": paused}
         await api.ring.until(lambda paused=paused: api.ring.paused is paused)
+        async with asyncio.timeout(5):
+            while (await api.get("/ready"))[1]["paused"] is not paused:
+                await asyncio.sleep(0.01)
+        assert (await api.get("/ready"))[0] == 200  # requests are taken and wait: no reason to send them elsewhere
+        assert (await api.get("/server_info"))[1]["status"]["paused"] is paused
+        assert f"nanoserve_paused {float(paused)}\n" in (await api.get("/metrics"))[1]
     assert (await api.post("/pause_generation", {"mode": "in_place"}))[0] == 200
     assert (await api.post("/pause_generation", {"mode": "abort"}))[0] == 400
 
@@ -158,12 +164,6 @@ async def test_the_description_names_every_answer(api: Api) -> None:
     assert answers >= {"200", "400", "401", "404", "408", "410", "413", "415", "417", "429", "431", "500", "503"}
 
 
-async def test_a_full_queue_does_not_make_the_ring_look_broken(api: Api) -> None:
-    api.process.context.admission.num_held = 10**6
-    assert (await api.post(COMPLETIONS, {"prompt": "x"}))[0] == 503
-    async with asyncio.timeout(5):
-        assert (await api.get("/health_generate"))[0] == 200
-
 def _documented_routes() -> set[tuple[str, str]]:
     """Method and path of every row of the first column of the table in docs/http-api.md."""
     text = (Path(__file__).parents[2] / "docs/http-api.md").read_text(encoding="utf-8")
@@ -191,6 +191,12 @@ async def test_router_description_and_documentation_name_the_same_routes(api: Ap
     assert described == served
     assert _documented_routes() == served
 
+
+async def test_a_full_queue_does_not_make_the_ring_look_broken(api: Api) -> None:
+    api.process.context.admission.num_held = 10**6
+    assert (await api.post(COMPLETIONS, {"prompt": "x"}))[0] == 503
+    async with asyncio.timeout(5):
+        assert (await api.get("/health_generate"))[0] == 200
 
 
 async def test_a_request_is_logged_from_the_moment_it_is_asked_for(api: Api, caplog: pytest.LogCaptureFixture) -> None:

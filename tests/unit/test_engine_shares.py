@@ -168,9 +168,12 @@ def test_a_paused_engine_takes_requests_and_computes_nothing() -> None:
     core.handle(make_add_request(1, max_tokens=3))
     core.step()
     core.handle(Pause(True))
+    news = core.take_news()
+    assert news is not None and news.stats is not None and news.stats.paused  # told at once
     core.handle(make_add_request(2, max_tokens=3))
     news = core.take_news()
     assert news is not None and [accepted.request_id for accepted in news.accepted] == [2]
     assert not core.has_work and core.heartbeat().stats is not None
     core.handle(Pause(False))
+    assert not core.stats().paused
     assert core.has_work and sorted(finished_in_order(core)) == [1, 2]
