@@ -18,15 +18,15 @@ usage: nanoserve COMMAND [options]
   serve [MODEL]   start a server (the same as python -m nanoserve.launch_server)
   logs DIR        the logs of all processes of a server, merged by time
   healthcheck     exit code 0 when a server on this machine is ready
-  bench NAME      a benchmark: serve, regress, peers, steps, accuracy, speculation, micro, detok, detok-table,
-                  chaos, soak, api-cpu
+  bench NAME      a benchmark: serve, regress, peers, steps, accuracy, speculation, micro, host, detok, detok-table,
+                  chaos, chaos-peer, soak, api-cpu
   version         the version
 
 `nanoserve COMMAND --help` shows the options of a command.
 """
 _BENCHMARKS = (
     *("serve", "regress", "peers", "steps", "accuracy", "speculation"),
-    *("micro", "detok", "detok-table", "chaos", "soak", "api-cpu"),
+    *("micro", "host", "detok", "detok-table", "chaos", "chaos-peer", "soak", "api-cpu"),
 )
 
 
@@ -59,7 +59,7 @@ def bench_command(argv: Sequence[str]) -> int:
     if not argv or argv[0] not in _BENCHMARKS:
         sys.stderr.write(f"nanoserve: bench needs one of {', '.join(_BENCHMARKS)}\n{_USAGE}")
         return 1
-    sys.argv[1:] = argv[1:]
+    sys.argv[:] = [f"nanoserve bench {argv[0]}", *argv[1:]]  # the first is what --help calls the command
     return int(importlib.import_module(f"nanoserve.bench.{argv[0].replace('-', '_')}").main() or 0)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -58,8 +59,10 @@ class Terminal:
 def ready_lines(
     url: str, model: str, model_dir: str, processes: Iterable[ProcessFacts], seconds: float, *, needs_key: bool = False
 ) -> list[str]:
-    """The lines printed once the ring has turned. A key is named, never shown."""
-    pids = ", ".join(f"{process.name} {process.pid}" for process in processes)
+    """The lines printed once the ring has turned, by the supervisor, who takes the signals. A key is named, never
+    shown.
+    """
+    pids = ", ".join([f"supervisor {os.getpid()}", *(f"{process.name} {process.pid}" for process in processes)])
     return [
         f"READY {url} after {seconds:.1f} s, model {model}",
         f"  pids: {pids}",
