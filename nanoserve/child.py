@@ -32,7 +32,7 @@ from nanoserve.ipc.channels import Outbox
 from nanoserve.ipc.endpoints import Endpoints
 from nanoserve.ipc.link import STANDBY, Watchdog
 from nanoserve.ipc.messages import EngineFacts, Heartbeat, Ready, StartFailed
-from nanoserve.obs.logs import setup_logging, watchdog_file
+from nanoserve.obs.logs import FILE_ONLY, setup_logging, watchdog_file
 from nanoserve.obs.memory import write_ledger
 from nanoserve.obs.proc import LINE_S, ProcessUsage
 from nanoserve.obs.watchdog import LoopWatchdog
@@ -246,9 +246,11 @@ def main(argv: list[str]) -> int:
             _plant_faults(config, link)
         return _run_role(options.role, config, endpoints, link, options)
     except NanoserveError as error:
-        _log.error("%s", error)
         if link.is_ready and not isinstance(error, StartupError):
+            _log.error("%s", error)
             return EXIT_CRASHED  # an api is ready before it loads: what stops it then is no crash
+        is_told = config.processes.role in ("all", "api")  # by the supervisor, on the same terminal
+        _log.error("%s", error, extra=FILE_ONLY if is_told else None)
         link.start_failed(str(error))
         return EXIT_START_FAILED
     except Exception:

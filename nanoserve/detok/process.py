@@ -20,6 +20,7 @@ from nanoserve.ipc.channels import Inbox, Outbox
 from nanoserve.ipc.endpoints import Endpoints
 from nanoserve.ipc.link import ProcessLink
 from nanoserve.ipc.messages import DetokInbox, TokenBatch
+from nanoserve.obs.logs import FILE_ONLY
 from nanoserve.obs.memory import count
 from nanoserve.tokenizer import Tokenizer, load_tokenizer
 
@@ -74,5 +75,6 @@ def _load(config: ServerConfig, model_dir: Path, link: ProcessLink) -> DetokMana
         num_apis=config.api.api_workers,
         table=table,
     )
-    _log.info("%d tokens, decoded by %s", tokenizer.vocab_size if tokenizer else 0, manager.decoder_name)
+    num_tokens = tokenizer.vocab_size if tokenizer else 0
+    _log.info("%d tokens, decoded by %s", num_tokens, manager.decoder_name, extra=FILE_ONLY)
     return manager

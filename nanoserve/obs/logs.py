@@ -15,6 +15,7 @@ import time
 from collections import deque
 from pathlib import Path
 
+FILE_ONLY = {"file_only": True}  # `extra=` of a line that the operator does not need, or is told by somebody else
 MAX_LOG_BYTES = 64 << 20  # per file; one older file is kept beside it
 
 
@@ -85,6 +86,8 @@ class TerminalHandler(logging.Handler):
         self._prefix = "\r\x1b[K" if os.isatty(fd) else ""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.__dict__.keys() >= FILE_ONLY.keys():
+            return
         try:
             os.write(self._fd, f"{self._prefix}{self.format(record)}\n".encode("utf-8", "replace"))
         except OSError:

@@ -85,6 +85,7 @@ def test_wrong_input_is_one_line_and_code_1(args: list[str], words: list[str], s
     errors = [line for line in server.output.splitlines() if line.startswith("nanoserve: ")]
     assert len(errors) == 1
     assert all(word in errors[0] for word in words)
+    assert server.output.count(words[-1]) == 1  # not once by a child and once by the launcher
     assert "Traceback" not in server.output
 
 

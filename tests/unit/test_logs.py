@@ -57,9 +57,10 @@ def test_a_child_writes_native_output_and_warnings_to_its_file_and_its_lines_to_
     code = """
 import logging, os, sys, warnings
 from pathlib import Path
-from nanoserve.obs.logs import setup_logging
+from nanoserve.obs.logs import FILE_ONLY, setup_logging
 setup_logging("detok-0", Path(sys.argv[1]), "info", child=True)
 logging.getLogger("nanoserve.detok").info("our line")
+logging.getLogger("nanoserve.detok").info("told by somebody else", extra=FILE_ONLY)
 logging.getLogger("nanoserve.detok").debug("too small")
 logging.getLogger("somebody.else").info("not ours")
 warnings.warn("a warning")
@@ -71,5 +72,6 @@ print("printed words")
     written = log_file(tmp_path, "detok-0").read_text()
     assert all(words in written for words in ("INFO detok-0", "our line", "native words", "printed words", "a warning"))
     assert "too small" not in written and "not ours" not in written
+    assert "told by somebody else" in written and "told by somebody else" not in done.stderr
     assert "our line" in done.stderr and "native words" not in done.stderr
     assert done.stdout == ""
