@@ -8,6 +8,7 @@ left behind (a NaN, say) cannot reach a row through a masked weight of 0 (0 * Na
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import psutil
@@ -15,8 +16,8 @@ import torch
 
 from nanoserve.config import CacheConfig, SchedulerConfig
 from nanoserve.errors import ConfigError
-from nanoserve.obs.memory import claim
 from nanoserve.runner.models.spec import ModelSpec
+from nanoserve.runner.native.memory import allocate
 
 _FREE_SHARE = 0.25  # of the free memory, when the operator names no size
 _CGROUP = Path("/sys/fs/cgroup")
@@ -38,15 +39,11 @@ class PagedKVCache:
         self.num_blocks = num_blocks
         self.zero_slot = num_blocks * block_size
         shape = (spec.num_layers, self.zero_slot + 1, spec.num_kv_heads, spec.head_dim)
-        # zeros, not empty: the system hands out zero pages only when they are touched, so this costs nothing.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = _zeros(shape, dtype, device)
+        self.values = _zeros(shape, dtype, device)
         scales = shape[:3] if dtype == torch.int8 else (0,)
-        self.key_scales = torch.zeros(scales, device=device)
-        self.value_scales = torch.zeros(scales, device=device)
-        if self.keys.device.type == "cpu":
-            for tensor in (self.keys, self.values, self.key_scales, self.value_scales):
-                claim("kv cache", tensor.data_ptr(), tensor.nbytes)
+        self.key_scales = _zeros(scales, torch.float32, device)
+        self.value_scales = _zeros(scales, torch.float32, device)
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores key and value [T, num_kv_heads, head_dim] of one layer at int64 slots [T]."""
@@ -65,6 +62,14 @@ class PagedKVCache:
             key *= self.key_scales[layer][slots][..., None]
             value *= self.value_scales[layer][slots][..., None]
         return key, value
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU pages become real when they are touched; torch.zeros would write them all, gigabytes at the start."""
+    if device.type != "cpu" or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = allocate(math.prod(shape) * dtype.itemsize, "kv cache")
+    return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 def _quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -42,6 +43,20 @@ def test_what_is_stored_is_at_most_half_a_step_off() -> None:
     assert cache.keys[0].count_nonzero() == 0 and cache.keys[1].flatten(1).any(1).sum() == 4
     held = sum(t.nbytes for t in (cache.keys, cache.values, cache.key_scales, cache.value_scales))
     assert held == bytes_per_block(spec, 1, torch.int8) * 49
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_a_new_cache_takes_no_memory_until_it_is_used(dtype: torch.dtype) -> None:
+    """By default it is a quarter of the free memory, and at the start most of it is empty."""
+    spec = make_spec("llama")
+    num_blocks = (1 << 30) // bytes_per_block(spec, 16, dtype)
+    before = psutil.Process().memory_info().rss
+    cache = PagedKVCache(spec, num_blocks, 16, dtype, torch.device("cpu"))
+    key = torch.ones(1, *cache.keys.shape[2:])
+    cache.write(0, torch.tensor([num_blocks * 8]), key, key)
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+    stored, _ = cache.read(0, torch.tensor([num_blocks * 8, cache.zero_slot]))
+    assert (stored[0] == 1).all() and (stored[1] == 0).all()
 
 
 @needs_cpu

@@ -1,6 +1,6 @@
 """Large zeroed memory on huge pages where the system gives them: weights and KV cache are read at DRAM speed.
 
-Used by `packing` and `backend`.
+Used by `packing`, `backend` and, for the torch backend, `runner.kv_cache`.
 """
 
 from __future__ import annotations
