@@ -57,6 +57,10 @@ def test_any_order_of_starts_gets_ready_and_any_process_may_come_back(
     assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
     wait_until(lambda: is_ready(api), 20, "ready again")
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    for role, name in (("api", "supervisor"), ("engine", "engine-launcher"), ("detok", "detok-launcher")):
+        servers[role].send_signal(signal.SIGUSR1)
+        wait_until(lambda name=name: "launch_server.py" in api.log(name, "watchdog.log"), 5, f"stacks of {name}")
+        assert servers[role].returncode is None
 
 
 def test_a_stopped_engine_loses_nothing_and_a_restarted_api_serves_again(start_role: Start) -> None:
