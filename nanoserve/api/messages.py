@@ -49,6 +49,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "context_management": (),
     "mcp_servers": ([],),
     "service_tier": ("auto", "standard_only"),
+    "output_format": ({"type": "text"},),
+    "response_format": ({"type": "text"},),
+    "lora_path": (),
 }
 _DECODER = BodyDecoder(MessagesBody, unsupported=_UNSUPPORTED)
 

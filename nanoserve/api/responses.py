@@ -60,6 +60,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (),
     "service_tier": ("auto", "default"),
     "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
+    "response_format": ({"type": "text"},),
+    "lora_path": (),
 }
 _DECODER = BodyDecoder(ResponsesBody, unsupported=_UNSUPPORTED)
 _ITEM_TYPES = frozenset({None, "message"})

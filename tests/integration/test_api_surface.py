@@ -249,6 +249,17 @@ async def test_bad_bodies_get_a_4xx_in_the_envelope(api: Api, body: object, stat
     assert api.process.context.client.num_live == 0
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(("field", "value"), [("response_format", {"type": "json_object"}), ("lora_path", "x")])
+async def test_every_protocol_refuses_what_would_change_the_answer(
+    api: Api, path: str, field: str, value: object
+) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    body = {"input": messages} if path == "/v1/responses" else {"messages": messages, "max_tokens": 1}
+    status, answer = await api.post(path, body | {field: value})
+    assert status == 400 and field in json.dumps(answer)
+
+
 @pytest.mark.rule(26)
 async def test_context_error_names_the_limit(api: Api) -> None:
     _, body = await api.post(COMPLETIONS, {"prompt": [1] * CONTEXT})
