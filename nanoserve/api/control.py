@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Awaitable
 from functools import partial
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -20,6 +22,8 @@ from nanoserve.api.request_log import MAX_LEVEL
 from nanoserve.api.schemas import AbortBody, BodyDecoder, ChatBody, LoggingBody, PauseBody, ProfileBody
 from nanoserve.errors import RequestError
 from nanoserve.ipc.messages import ApiTask, FlushCache, LogChoice, Pause, StartProfile, StopProfile
+
+T = TypeVar("T")
 
 _CHAT = BodyDecoder(ChatBody)
 _PAUSE = BodyDecoder(PauseBody, unsupported={}, may_be_empty=True)
@@ -122,11 +126,7 @@ async def flush_cache(request: web.Request) -> web.Response:
     """Forgets every cached prefix that no running request uses, and says how many blocks that was."""
     context = request.app[CONTEXT]
     context.lifecycle.require_ready()
-    try:
-        async with asyncio.timeout(_ENGINE_LIMIT_S):
-            num_blocks = await context.metrics.flushed(partial(context.client.tell, FlushCache()))
-    except TimeoutError:
-        raise Unavailable(f"The engine did not answer within {_ENGINE_LIMIT_S:g} s.", code="unavailable") from None
+    num_blocks = await _within_limit(context.metrics.flushed(partial(context.client.tell, FlushCache())))
     stats = context.metrics.engine_stats
     return json_response({"status": "ok", "freed_blocks": num_blocks, "running": stats.num_running})
 
@@ -161,11 +161,7 @@ async def start_profile(request: web.Request) -> web.Response:
     number = 1 + secrets.randbits(31)
     file = _profile_file(context, number)
     begin = partial(context.client.tell, StartProfile(number, num_steps, file))
-    try:
-        async with asyncio.timeout(_ENGINE_LIMIT_S):
-            has_begun = await context.metrics.profile_begins(number, begin)
-    except TimeoutError:
-        raise Unavailable(f"The engine did not answer within {_ENGINE_LIMIT_S:g} s.", code="unavailable") from None
+    has_begun = await _within_limit(context.metrics.profile_begins(number, begin))
     if not has_begun:
         raise http_error(409, "A profile is running; the engine makes one at a time.")
     shown = {"status": "ok", "num_steps": num_steps, "file": file}
@@ -176,12 +172,17 @@ async def stop_profile(request: web.Request) -> web.Response:
     """Ends the profile that runs with the steps it has; `file` is null where none runs."""
     context = request.app[CONTEXT]
     context.lifecycle.require_ready()
+    number = await _within_limit(context.metrics.profile_ends(partial(context.client.tell, StopProfile())))
+    return json_response({"status": "ok", "file": _profile_file(context, number) if number else None})
+
+
+async def _within_limit(answer: Awaitable[T]) -> T:
+    """The engine's answer; Unavailable where it does not come in time."""
     try:
         async with asyncio.timeout(_ENGINE_LIMIT_S):
-            number = await context.metrics.profile_ends(partial(context.client.tell, StopProfile()))
+            return await answer
     except TimeoutError:
         raise Unavailable(f"The engine did not answer within {_ENGINE_LIMIT_S:g} s.", code="unavailable") from None
-    return json_response({"status": "ok", "file": _profile_file(context, number) if number else None})
 
 
 def _profile_file(context: ApiContext, number: int) -> str:

@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import zmq
@@ -37,7 +38,7 @@ from nanoserve.obs.watchdog import LoopWatchdog
 from nanoserve.sched.plan import Executor, StepPlan, StepResult
 from nanoserve.sched.scheduler import Scheduler
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.8},
     "top-p": {"temperature": 0.8, "top_p": 0.95},
@@ -94,13 +95,13 @@ class EngineLoop:
         self._vocab_size = facts.vocab_size
         self._num_requests = 0
 
-    def run(self, rows: int, context: int, steps: int, sampling: dict[str, float]) -> list[Times]:
+    def run(self, rows: int, context: int, steps: int, sampling: dict[str, Any]) -> list[Times]:
         """Decodes `steps` tokens of that many requests; the times of the steps with all of them."""
         random = np.random.default_rng(self._num_requests)
         request_ids = range(self._num_requests, self._num_requests + rows)
         self._num_requests += rows
         for request_id in request_ids:
-            params = SamplingParams(max_tokens=steps, ignore_eos=True, seed=request_id, **sampling)  # type: ignore[arg-type]
+            params = SamplingParams(max_tokens=steps, ignore_eos=True, seed=request_id, **sampling)
             length = context + request_id % rows  # blocks are full, and become findable, at some rows in each step
             prompt = random.integers(0, self._vocab_size, length).tolist()
             self._api.send(AddRequest(request_id, pack_ids(prompt), params, b""))
