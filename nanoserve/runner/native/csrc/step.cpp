@@ -98,6 +98,8 @@ AttentionPlan Step::plan_attention(int window, bool logit_tokens_only) const {
 // The part of that layer's pages which is fetched during `product`, by its share of the arithmetic in between.
 KvPages Step::kv_during(Product product, int attention_layer) const {
     if (attention_layer >= config_.layers) return {};
+    const std::vector<int>& pages = plan_for(attention_layer).pages;
+    if (pages.empty()) return {};
     const Layer& layer = model_.layers[0];
     const Linear* products[kNumProducts] = {&layer.output, &layer.gate_up, &layer.down, &layer.qkv};
     int64_t work = 0, before = 0, through = 0;
@@ -106,7 +108,6 @@ KvPages Step::kv_during(Product product, int attention_layer) const {
         if (i < product) before = work;
         if (i <= product) through = work;
     }
-    const std::vector<int>& pages = plan_for(attention_layer).pages;
     const auto count = static_cast<int64_t>(pages.size());
     const int64_t begin = count * before / work, end = count * through / work;
     return {model_.layer_kv(attention_layer), pages.data() + begin, static_cast<int>(end - begin), model_.shape.page()};
