@@ -51,8 +51,9 @@ class ModelConfig:
         "auto",
         "weights of the C++ engine. auto: bfloat16, and beside it the 4- and 8-bit blocks of the GGUF file that the "
         "model came from, for steps of few rows; gguf: those blocks alone, least memory; none: bfloat16 alone. These "
-        "three give the same logits. int8: groups of 32 weights, rounded",
-        choices=("auto", "none", "gguf", "int8"),
+        "three give the same logits. int8: groups of 32 weights, rounded to 8 bits. int8-dynamic: the GGUF file's "
+        "blocks, or such groups, multiplied as integers with activations that are rounded to 8 bits, too: fastest",
+        choices=("auto", "none", "gguf", "int8", "int8-dynamic"),
     )
     max_model_len: int = option(
         0, "longest prompt plus answer in tokens; 0: the model's own, or less if memory asks for it",

@@ -139,7 +139,7 @@ def _make_backend(
         native = _native_backend(config, files, spec, dtype, context, read, progress)
         if native is not None:
             return native
-    if config.model.quantization in ("int8", "gguf"):
+    if config.model.quantization not in ("auto", "none"):
         raise ConfigError(f"--quantization {config.model.quantization} needs the C++ engine, which is not used here")
     block_size, kv_dtype = config.cache.block_size, choose_kv_dtype(config.cache.kv_cache_dtype, dtype)
     return TorchBackend(spec, read(dtype), block_size=block_size, dtype=dtype, device=device, kv_dtype=kv_dtype)

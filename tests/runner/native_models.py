@@ -3,6 +3,7 @@ what the tests of keys and values in either form ask of them."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from nanoserve.runner.backend import ForwardBackend
 from nanoserve.runner.models import read_model_spec
 from nanoserve.runner.models.spec import ModelSpec
 from nanoserve.runner.native.backend import NativeBackend, NativeOptions
+from nanoserve.runner.native.library import Format, Linear, SourceType
+from nanoserve.runner.native.memory import allocate
 from nanoserve.runner.native.packing import Weights
 from nanoserve.runner.torch_backend import TorchBackend
 from tests.runner.tiny import Sequences
@@ -123,3 +126,20 @@ def check_company(backend: ForwardBackend) -> None:
     ]
     for (_, start, count), part in zip(mixed, sequences.run(mixed), strict=True):
         assert torch.equal(part, alone[start : start + count])
+
+
+class PackedMatrix:
+    """One packed matrix; keeps its memory alive."""
+
+    def __init__(
+        self, library: ctypes.CDLL, source: np.ndarray, kind: SourceType, form: Format, n: int, k: int
+    ) -> None:
+        self._library, self._n = library, n
+        self._memory = allocate(int(library.ns_packed_bytes(form, n, k)))
+        library.ns_pack(self._memory.ctypes.data, form, source.ctypes.data, kind, n, k, 0, 2)
+        self._linear = Linear(n=n, k=k, format=form, panels=self._memory.ctypes.data)
+
+    def times(self, x: torch.Tensor, threads: int = 2) -> torch.Tensor:
+        out = torch.empty(x.shape[0], -(-self._n // 32) * 32)
+        self._library.ns_matmul(ctypes.byref(self._linear), x.data_ptr(), x.shape[0], out.data_ptr(), threads)
+        return out[:, : self._n]

@@ -12,8 +12,9 @@ from gguf.quants import dequantize, quantize
 
 from nanoserve.runner.native import build
 from nanoserve.runner.native.gguf_blocks import _widen_q5
-from nanoserve.runner.native.library import Format, Linear, SourceType, load_library
+from nanoserve.runner.native.library import Format, SourceType, load_library
 from nanoserve.runner.native.memory import allocate
+from tests.runner.native_models import PackedMatrix
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,26 +33,9 @@ def library() -> ctypes.CDLL:
     return load_library(build.library_path(build.default_cache_dir()))
 
 
-class Packed:
-    """One packed matrix; keeps its memory alive."""
-
-    def __init__(
-        self, library: ctypes.CDLL, source: np.ndarray, kind: SourceType, form: Format, n: int, k: int
-    ) -> None:
-        self._library, self._n = library, n
-        self._memory = allocate(int(library.ns_packed_bytes(form, n, k)))
-        library.ns_pack(self._memory.ctypes.data, source.ctypes.data, kind, n, k, 0, 2)
-        self._linear = Linear(n=n, k=k, format=form, panels=self._memory.ctypes.data)
-
-    def times(self, x: torch.Tensor, threads: int = 2) -> torch.Tensor:
-        out = torch.empty(x.shape[0], -(-self._n // 32) * 32)
-        self._library.ns_matmul(ctypes.byref(self._linear), x.data_ptr(), x.shape[0], out.data_ptr(), threads)
-        return out[:, : self._n]
-
-
-def _pack_bf16(library: ctypes.CDLL, weights: torch.Tensor) -> Packed:
+def _pack_bf16(library: ctypes.CDLL, weights: torch.Tensor) -> PackedMatrix:
     source = weights.to(torch.bfloat16).contiguous().view(torch.int16).numpy()
-    return Packed(library, source, SourceType.BF16, Format.BF16, *weights.shape)
+    return PackedMatrix(library, source, SourceType.BF16, Format.BF16, *weights.shape)
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -80,7 +64,7 @@ def test_gguf_blocks_multiply_like_their_bf16_values(library: ctypes.CDLL, kind:
     values = torch.from_numpy(dequantize(rows, qtype))
     x = _random(37, k, seed=2).to(torch.bfloat16)
     expected = _pack_bf16(library, values).times(x)
-    packed = Packed(library, np.ascontiguousarray(rows), kind, form, n, k)
+    packed = PackedMatrix(library, np.ascontiguousarray(rows), kind, form, n, k)
     for count in (1, 3, 37):
         assert torch.equal(packed.times(x[:count]), expected[:count])
 
@@ -96,7 +80,7 @@ def test_int8_error_is_that_of_127_steps(library: ctypes.CDLL) -> None:
     rounding of the step to fp16 and of the weight to bf16. A row of zeros stays zeros."""
     weights = _random(64, 64) * 0.1
     weights[5] = 0
-    packed = Packed(library, weights.numpy(), SourceType.FP32, Format.Q8, 64, 64)
+    packed = PackedMatrix(library, weights.numpy(), SourceType.FP32, Format.Q8, 64, 64)
     back = packed.times(torch.eye(64).to(torch.bfloat16)).T
     step = weights.view(64, 2, 32).abs().amax(2).repeat_interleave(32, 1) / 127
     assert ((back - weights).abs() <= 0.51 * step + weights.abs() / 256).all()

@@ -87,10 +87,11 @@ def _agreement(model: Model, logits: torch.Tensor) -> tuple[float, float, float]
 
 
 @pytest.mark.parametrize(
-    ("quantization", "least_same", "most_divergence"), [("none", 0.98, 0.001), ("int8", 0.95, 0.004)]
+    ("quantization", "least_same", "most_divergence"),
+    [("none", 0.98, 0.001), ("int8", 0.95, 0.004), ("int8-dynamic", 0.96, 0.003)],
 )
 def test_agrees_with_float32(model: Model, quantization: str, least_same: float, most_divergence: float) -> None:
-    """Torch's own bfloat16 has a divergence of about 0.001 on this model; int8 must agree in 95 % of the argmaxes."""
+    """Torch's own bfloat16 has a divergence of about 0.001 here; the 8-bit forms must agree in 95 % of the argmaxes."""
     same, divergence, loss = _agreement(model, _run(model.open(quantization), model.ids, 0, _TOKENS))
     assert same >= least_same and divergence <= most_divergence and loss <= 0.002
 

@@ -29,7 +29,7 @@ _FLAGS = (
     *("-O3", "-std=c++20", "-fPIC", "-pthread", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=off"),
     *("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # gcc 12 warns of its own headers
 )
-_CPU_FEATURES = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "f16c")
+_CPU_FEATURES = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni", "f16c")
 _TIMEOUT_S = 300.0
 _STALE_AFTER_S = 3600.0
 

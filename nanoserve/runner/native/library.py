@@ -20,6 +20,8 @@ class Format(IntEnum):
     BF16 = 0
     Q8 = 1
     Q4 = 2
+    U8 = 3
+    U4 = 4
 
 
 class KvFormat(IntEnum):
@@ -99,7 +101,7 @@ _SIGNATURES = {
     "ns_model_slow_thread": (None, [c_void_p, c_int32, c_int32]),
     "ns_model_free": (None, [c_void_p]),
     "ns_packed_bytes": (c_int64, [c_int32, c_int32, c_int32]),
-    "ns_pack": (None, [c_void_p, c_void_p, *[c_int32] * 5]),
+    "ns_pack": (None, [c_void_p, c_int32, c_void_p, *[c_int32] * 5]),
     "ns_matmul": (None, [POINTER(Linear), c_void_p, c_int32, c_void_p, c_int32]),
     "ns_read_bandwidth": (c_double, [c_void_p, c_int64, c_int32]),
 }

@@ -24,7 +24,7 @@ def open_native(
     ConfigError when the GGUF blocks are asked for and the directory did not come from a GGUF file that is still there;
     `NativeUnavailable` as in `NativeBackend`.
     """
-    wants_blocks = options.quantization in ("auto", "gguf")
+    wants_blocks = options.quantization in ("auto", "gguf", "int8-dynamic")
 
     def kinds() -> Mapping[str, SourceType]:
         # Importing this takes 2 s (the gguf package imports tokenizers of all sorts): only where there is work to do.
@@ -40,7 +40,7 @@ def open_native(
 
         sources = source_files(files.path) if wants_blocks else []
         # int8 starts from float32, so that a weight is rounded once and not twice.
-        tensors = read(torch.float32 if options.quantization == "int8" else torch.bfloat16)
+        tensors = read(torch.float32 if options.quantization.startswith("int8") else torch.bfloat16)
         return Weights(tensors, read_rows(sources, files.config) if sources else {})
 
     return NativeBackend(spec, load, options, progress, kinds)

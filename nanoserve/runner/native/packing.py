@@ -22,13 +22,13 @@ from nanoserve.runner.native.memory import allocate
 Bytes = npt.NDArray[np.uint8]
 Progress = Callable[[float], None]
 
-QUANTIZATIONS = ("auto", "none", "int8", "gguf")
 _FEW = "_few"  # suffix of sections that hold a matrix a second time
 _GGUF_FORMATS: dict[SourceType | None, Format] = {
     SourceType.GGUF_Q4_0: Format.Q4,
     SourceType.GGUF_Q4_1: Format.Q4,
     SourceType.GGUF_Q8_0: Format.Q8,
 }
+_INTEGERS = {Format.Q4: Format.U4, Format.Q8: Format.U8, Format.BF16: Format.U8}  # the form for integer arithmetic
 ALIGNMENT = 4096
 
 
@@ -132,13 +132,15 @@ def choose_formats(spec: ModelSpec, quantization: str, kinds: Mapping[str, Sourc
     """The form of each matrix. `kinds`: block types of the GGUF file's matrices.
 
     "gguf" keeps those blocks alone; "auto" keeps them beside the bf16 form, under the section's name plus "_few", for
-    steps of few rows. Both give the same logits as "none", bit for bit.
+    steps of few rows. Both give the same logits as "none", bit for bit. "int8-dynamic": those blocks, and groups of 8
+    bits for the other matrices, to be multiplied with rounded activations.
     """
     formats: dict[str, Format] = {}
     for section, matrix in matrices(spec).items():
         stacked = {kinds.get(name) for name in matrix.names}
         blocks = _GGUF_FORMATS.get(stacked.pop(), Format.BF16) if len(stacked) == 1 else Format.BF16
-        formats[section] = {"int8": Format.Q8, "gguf": blocks}.get(quantization, Format.BF16)
+        kept = {"int8": Format.Q8, "gguf": blocks, "int8-dynamic": _INTEGERS[blocks]}
+        formats[section] = kept.get(quantization, Format.BF16)
         if quantization == "auto" and blocks != Format.BF16:
             formats[section + _FEW] = blocks
     return formats
@@ -178,8 +180,15 @@ def pack_weights(
         matrix, kept = shaped[section.removesuffix(_FEW)], packed.sections[section].format
         source, kind = _source(matrix, kept, weights, keep=section + _FEW in packed.sections)
         # `source` is only borrowed by its address: it must live until the call is over, and does.
-        library.ns_pack(packed.address(section), source.ctypes.data, kind, matrix.n, matrix.k, matrix.paired, threads)
+        library.ns_pack(
+            packed.address(section), kept, source.ctypes.data, kind, matrix.n, matrix.k, matrix.paired, threads
+        )
         progress(count / len(todo))
+
+
+def _forms(kind: SourceType) -> tuple[Format, Format]:
+    """The two forms that blocks of a type are packed in."""
+    return _GGUF_FORMATS[kind], _INTEGERS[_GGUF_FORMATS[kind]]
 
 
 def _source(
@@ -187,14 +196,14 @@ def _source(
 ) -> tuple[npt.NDArray[np.generic], SourceType]:
     """The stacked rows of a matrix in the form that the packer reads. Tensors are let go unless `keep`."""
     rows = [weights.blocks.get(name) for name in matrix.names]
-    blocks = [row for row in rows if row is not None and _GGUF_FORMATS.get(row.kind) == form]
+    blocks = [row for row in rows if row is not None and form in _forms(row.kind)]
     tensors = [weights.tensors[name] if keep else weights.tensors.pop(name) for name in matrix.names]
     if len(blocks) == len(rows):
         stacked = np.ascontiguousarray(np.concatenate([block.data for block in blocks]))
         if stacked.shape[0] != matrix.n:
             raise StartupError(f"{matrix.names[0]}: the GGUF file holds another shape")
         return stacked, blocks[0].kind
-    if form == Format.Q8:
+    if form in (Format.Q8, Format.U8):
         return torch.cat([tensor.float() for tensor in tensors]).contiguous().numpy(), SourceType.FP32
     joined = torch.cat([tensor.to(torch.bfloat16) for tensor in tensors]).contiguous()
     return joined.view(torch.int16).numpy(), SourceType.BF16

@@ -36,6 +36,7 @@ Model::Model(const NsConfig& config_, const bf16* embedding_, const Linear& head
       head(head_),
       final_norm(final_norm_),
       layers(config_.layers),
+      has_integers(is_integer(head_.main.format)),
       team(config_.threads),
       phases(team) {
     for (int i = 0; i < team.size(); ++i) attention_scratch.push_back(std::make_unique<AttentionScratch>(shape));
@@ -82,6 +83,8 @@ NsModel* ns_model_new(const NsConfig* config, const uint16_t* embedding, const N
 void ns_model_set_layer(NsModel* handle, int32_t index, const NsLayer* layer) {
     handle->model.layers[index] = {*layer, linear(layer->qkv), linear(layer->output), linear(layer->gate_up),
                                    linear(layer->down)};
+    for (const NsLinear* part : {&layer->qkv, &layer->output, &layer->gate_up, &layer->down})
+        handle->model.has_integers |= is_integer(part->format);
 }
 
 void ns_model_set_kv(NsModel* handle, uint8_t* memory, int64_t pages) {
@@ -117,14 +120,15 @@ int64_t ns_packed_bytes(int32_t format, int32_t n, int32_t k) {
     return static_cast<int64_t>(num_panels(n) * panel_bytes(format, k));
 }
 
-void ns_pack(uint8_t* panels, const void* source, int32_t type, int32_t n, int32_t k, int32_t paired, int32_t threads) {
+void ns_pack(uint8_t* panels, int32_t format, const void* source, int32_t type, int32_t n, int32_t k, int32_t paired,
+             int32_t threads) {
     Team team(threads);
     team.run([&](int thread) {
         const int total = num_panels(n), begin = Phases::share_begin(total, thread, team.size());
         const int end = Phases::share_begin(total, thread + 1, team.size());
         if (type == 0) return pack_bf16(panels, static_cast<const bf16*>(source), n, k, paired != 0, begin, end);
-        if (type == 1) return pack_q8(panels, static_cast<const float*>(source), n, k, paired != 0, begin, end);
-        pack_gguf(panels, static_cast<const uint8_t*>(source), type, n, k, paired != 0, begin, end);
+        if (type == 1) return pack_int8(panels, format, static_cast<const float*>(source), n, k, paired != 0, begin, end);
+        pack_gguf(panels, format, static_cast<const uint8_t*>(source), type, n, k, paired != 0, begin, end);
     });
 }
 
@@ -134,9 +138,16 @@ void ns_matmul(const NsLinear* raw, const uint16_t* x, int32_t m, float* y, int3
     const Linear weight = linear(*raw);
     const size_t stride = static_cast<size_t>(kPanel) * weight.k;
     std::vector<bf16> scratch(stride * team.size() + 32);
+    std::vector<uint8_t> memory(is_integer(weight.form(m).format) ? m * IntegerRows::stride(weight.k) : 0);
+    const IntegerRows integers(memory.data(), weight.k);
+    std::vector<float> wide(weight.k);
+    for (int row = 0; row < m && !memory.empty(); ++row) {
+        for (int i = 0; i < weight.k; i += 16) _mm512_storeu_ps(wide.data() + i, load_bf16(x + static_cast<size_t>(row) * weight.k + i));
+        integers.write(row, wide.data());
+    }
     team.run([&](int thread) {
         phases.begin(thread, gemm_items(weight, m));
-        const GemmJob job{&weight, x, m, Epilogue::kStore, y, num_panels(weight.n) * kPanel};
+        const GemmJob job{&weight, x, integers, m, Epilogue::kStore, y, num_panels(weight.n) * kPanel};
         gemm(phases, thread, job, scratch.data() + stride * thread);
     });
 }

@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <utility>
 
 #include "decode.h"
+#include "epilogue.h"
+#include "gemm_integer.h"
 
 namespace ns {
 namespace {
@@ -14,103 +15,6 @@ namespace {
 constexpr int kTileRows = 12;
 // x rows that stay in the L2 cache while weights stream past them.
 constexpr size_t kSlabBytes = 480 << 10;
-
-// KV pages that one tile fetches at the most: more would crowd out the misses of its own operands.
-constexpr int kMostPages = 4;
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-struct Tile {
-    const GemmJob& job;
-    const uint8_t* packed;  // the panel as stored
-    bf16* decoded;          // where a quantized panel goes in the kBf16 form, for the tiles after the first
-    int panel;              // its index
-    const uint8_t* ahead;   // prefetched evenly over the tile
-    int ahead_lines = 0;    // per 32 k
-    const uint8_t* kv_pages[kMostPages] = {};  // fetched evenly over the tile, too
-    int num_kv_pages = 0;
-    int kv_lines = 0;  // per page and 32 k
-};
-
-inline __attribute__((always_inline)) void fetch_kv(const Tile& tile, int k0) {
-    const size_t begin = static_cast<size_t>(k0 / kGroup) * tile.kv_lines * 64;
-    for (int page = 0; page < tile.num_kv_pages; ++page)
-        for (int line = 0; line < tile.kv_lines; ++line) prefetch_far(tile.kv_pages[page] + begin + line * 64);
-}
-
-template <int ROWS>
-inline __attribute__((always_inline)) void finish_logits(const Tile& tile, int row, __m512 (&acc)[ROWS][2]) {
-    const GemmJob& job = tile.job;
-    const int column = tile.panel * kPanel;
-    const int live = std::min(kPanel, job.weight->n - column);
-    const __mmask16 mask0 = static_cast<__mmask16>((1u << std::min(live, 16)) - 1);
-    const __mmask16 mask1 = static_cast<__mmask16>((1u << std::max(live - 16, 0)) - 1);
-    const __m512 nothing = _mm512_set1_ps(-kInfinity);
-#pragma GCC unroll 12
-    for (int i = 0; i < ROWS; ++i) {
-        if (job.out) {
-            float* out = static_cast<float*>(job.out) + static_cast<size_t>(row + i) * job.ld + column;
-            _mm512_mask_storeu_ps(out, mask0, acc[i][0]);
-            _mm512_mask_storeu_ps(out + 16, mask1, acc[i][1]);
-        }
-        const __m512 low = _mm512_mask_blend_ps(mask0, nothing, acc[i][0]);
-        const __m512 high = _mm512_mask_blend_ps(mask1, nothing, acc[i][1]);
-        Best& best = job.best[row + i];
-        if (_mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q)) {  // one of them is no number, which a maximum would pass over
-            best = {kInfinity, column};
-            continue;
-        }
-        const float top = _mm512_reduce_max_ps(_mm512_max_ps(low, high));
-        if (top < best.value) continue;
-        const uint32_t where = _mm512_cmpeq_ps_mask(low, _mm512_set1_ps(top)) |
-                               static_cast<uint32_t>(_mm512_cmpeq_ps_mask(high, _mm512_set1_ps(top))) << 16;
-        const int index = column + __builtin_ctz(where);
-        if (top > best.value || index < best.index) best = {top, index};  // ties: the lowest id, whoever came first
-    }
-}
-
-template <int ROWS>
-inline __attribute__((always_inline)) void finish(const Tile& tile, int row, __m512 (&acc)[ROWS][2]) {
-    const GemmJob& job = tile.job;
-    if (job.epilogue == Epilogue::kLogits) return finish_logits<ROWS>(tile, row, acc);
-    if (job.epilogue == Epilogue::kSiluMul || job.epilogue == Epilogue::kGeluMul) {
-        bf16* out = static_cast<bf16*>(job.out) + static_cast<size_t>(row) * job.ld + tile.panel * (kPanel / 2);
-#pragma GCC unroll 12
-        for (int i = 0; i < ROWS; ++i, out += job.ld) {
-            const __m512 gate = acc[i][0];
-            const __m512 act = job.epilogue == Epilogue::kSiluMul ? silu_ps(gate) : gelu_tanh_ps(gate);
-            store_bf16(out, _mm512_mul_ps(act, acc[i][1]));
-        }
-        return;
-    }
-    float* out = static_cast<float*>(job.out) + static_cast<size_t>(row) * job.ld + tile.panel * kPanel;
-    __m512 base0 = _mm512_setzero_ps(), base1 = _mm512_setzero_ps();
-    if (job.weight->bias) {
-        base0 = _mm512_loadu_ps(job.weight->bias + tile.panel * kPanel);
-        base1 = _mm512_loadu_ps(job.weight->bias + tile.panel * kPanel + 16);
-    }
-#pragma GCC unroll 12
-    for (int i = 0; i < ROWS; ++i, out += job.ld) {
-        __m512 low = _mm512_add_ps(acc[i][0], base0), high = _mm512_add_ps(acc[i][1], base1);
-        if (job.epilogue == Epilogue::kAdd) {
-            low = _mm512_add_ps(low, _mm512_loadu_ps(out));
-            high = _mm512_add_ps(high, _mm512_loadu_ps(out + 16));
-        }
-        _mm512_storeu_ps(out, low);
-        _mm512_storeu_ps(out + 16, high);
-    }
-}
-
-// Fetches, to be written, where the tile's logits go: lines that nobody has touched since the last step.
-template <int ROWS>
-inline __attribute__((always_inline)) void prefetch_logits(const Tile& tile, int row) {
-    if (tile.job.epilogue != Epilogue::kLogits || !tile.job.out) return;
-    const float* out = static_cast<float*>(tile.job.out) + static_cast<size_t>(row) * tile.job.ld + tile.panel * kPanel;
-    for (int i = 0; i < ROWS; ++i, out += tile.job.ld) {
-        __builtin_prefetch(out, 1);
-        __builtin_prefetch(out + 16, 1);
-    }
-}
 
 template <int ROWS>
 inline __attribute__((always_inline)) void multiply_pair(const bf16* x, int k, __m512bh low, __m512bh high,
@@ -127,7 +31,7 @@ inline __attribute__((always_inline)) void multiply_pair(const bf16* x, int k, _
 // of k whatever the tile: the same row gives the same bits in every batch. All loops over accumulators are unrolled by
 // force, else gcc keeps them in memory (35-43 % of peak instead of 90).
 template <int ROWS>
-void run_plain(const Tile& tile, int row) {
+void run_plain(const ProductTile& tile, int row) {
     const int k = tile.job.weight->k;
     const bf16* x = tile.job.x + static_cast<size_t>(row) * k;
     const bf16* w = reinterpret_cast<const bf16*>(tile.packed);
@@ -145,7 +49,7 @@ void run_plain(const Tile& tile, int row) {
 
 // The same from quantized panels, few rows: weights are decoded in registers and used at once.
 template <class Columns, int FORMAT, int ROWS>
-void run_decoding(const Tile& tile, int row) {
+void run_decoding(const ProductTile& tile, int row) {
     const int k = tile.job.weight->k;
     const bf16* x = tile.job.x + static_cast<size_t>(row) * k;
     __m512 acc[ROWS][2] = {};
@@ -171,7 +75,7 @@ constexpr int kFusedRows = 8;  // more rows than that: decode into cache first, 
 
 // Decodes a whole panel for tiles of many rows.
 template <class Columns, int FORMAT>
-void decode_panel(const Tile& tile) {
+void decode_panel(const ProductTile& tile) {
     const uint8_t *group = tile.packed, *ahead = tile.ahead;
     for (int k0 = 0; k0 < tile.job.weight->k;
          k0 += kGroup, group += group_bytes(FORMAT), ahead += group_bytes(FORMAT)) {
@@ -181,7 +85,7 @@ void decode_panel(const Tile& tile) {
 }
 
 template <int FORMAT, int ROWS>
-void run_tile(const Tile& tile, int row) {
+void run_tile(const ProductTile& tile, int row) {
     if constexpr (FORMAT == kQ4)
         run_decoding<Q4Columns, kQ4, ROWS>(tile, row);
     else if constexpr (FORMAT == kQ8)
@@ -190,7 +94,7 @@ void run_tile(const Tile& tile, int row) {
         run_plain<ROWS>(tile, row);
 }
 
-using TileFunction = void (*)(const Tile&, int);
+using TileFunction = void (*)(const ProductTile&, int);
 template <int FORMAT, int... ROWS>
 constexpr std::array<TileFunction, sizeof...(ROWS) + 1> tiles_of(std::integer_sequence<int, ROWS...>) {
     return {nullptr, run_tile<FORMAT, ROWS + 1>...};
@@ -206,8 +110,9 @@ TileFunction tile_function(int format, int rows) {
 // a row or two make one chain of dependent additions per column, but memory is the bound there, and pairs are shared out
 // less evenly: 2.48 ms a step of one row against 2.24.
 struct Cut {
-    int panels, slab;
-    Cut(const Linear& weight, int m) : panels(num_panels(weight.n)) {
+    int panels, slab, tile_rows;
+    Cut(const Linear& weight, int m)
+        : panels(num_panels(weight.n)), tile_rows(is_integer(weight.form(m).format) ? kIntegerTileRows : kTileRows) {
         const int fit = static_cast<int>(kSlabBytes / (static_cast<size_t>(weight.k) * sizeof(bf16)));
         const int most = std::max(kTileRows, fit / kTileRows * kTileRows), slabs = std::max(1, (m + most - 1) / most);
         slab = std::max(1, std::min(m, ((m + slabs - 1) / slabs + kTileRows - 1) / kTileRows * kTileRows));
@@ -224,7 +129,7 @@ class KvShare {
         lines_ = (lines + groups - 1) / groups;
     }
     // To one of the item's tiles of which `left`, this one included, are still to come.
-    void give(Tile& tile, int left) {
+    void give(ProductTile& tile, int left) {
         const int count = (end_ - next_ + left - 1) / left;
         tile.num_kv_pages = std::min(count, kMostPages);
         tile.kv_lines = lines_;
@@ -261,11 +166,14 @@ void gemm(Phases& phases, int thread, const GemmJob& job, bf16* scratch) {
         const uint8_t* packed = form.panels + panel * bytes;
         const uint8_t* ahead = next < 0 ? job.next_phase : form.panels + next % cut.panels * bytes;
         if (!ahead) ahead = packed;  // nothing to fetch: lines that are here already
-        const int end = std::min(begin + cut.slab, job.m), tiles = (end - begin + kTileRows - 1) / kTileRows;
+        const int end = std::min(begin + cut.slab, job.m), tiles = (end - begin + cut.tile_rows - 1) / cut.tile_rows;
         KvShare kv(job.kv_ahead, item, cut.items(job.m), weight.k);
-        Tile tile{job, packed, scratch, panel, ahead};
+        ProductTile tile{job, packed, scratch, panel, ahead};
         int format = form.format;
-        if (format != kBf16 && end - begin > kFusedRows) {
+        if (is_integer(format)) {
+            const int lines = static_cast<int>((group_bytes(format) + 63) / 64);
+            tile.ahead_lines = (lines + tiles - 1) / tiles;
+        } else if (format != kBf16 && end - begin > kFusedRows) {
             format == kQ4 ? decode_panel<Q4Columns, kQ4>(tile) : decode_panel<Q8Columns, kQ8>(tile);
             tile.packed = reinterpret_cast<const uint8_t*>(scratch);
             format = kBf16;
@@ -278,8 +186,9 @@ void gemm(Phases& phases, int thread, const GemmJob& job, bf16* scratch) {
         for (int i = 0, row = begin; i < tiles; ++i) {  // rows spread evenly: 32 is 11 + 11 + 10, not 12 + 12 + 8
             const int rows = (end - row + tiles - i - 1) / (tiles - i);
             kv.give(tile, tiles - i);
-            tile_function(format, rows)(tile, row);
+            is_integer(format) ? run_integer_tile(tile, format, row, rows) : tile_function(format, rows)(tile, row);
             tile.ahead += static_cast<size_t>(tile.ahead_lines) * 64 * (weight.k / kGroup);
+            if (tile.ahead >= ahead + bytes) tile.ahead_lines = 0;
             row += rows;
         }
     }

@@ -1,5 +1,6 @@
 // Matrix products y = x W^T with W packed once, and what is fused to their ends.
 #pragma once
+#include "quantize.h"
 #include "simd.h"
 #include "team.h"
 
@@ -12,10 +13,14 @@ namespace ns {
 //   kQ4    groups of 32 k: 32 fp16 scales d, 32 fp16 offsets m, then 4-bit q; the weight is d*q + m
 // Quantized panels are decoded to the kBf16 form in cache, rounding the exact weight to bf16 once: logits are bit
 // for bit those of the same model dequantized to bf16 beforehand.
-enum Format : int { kBf16 = 0, kQ8 = 1, kQ4 = 2 };
+//   kU8    groups of 32 k: 32 fp16 scales d, then bytes u, four k of a column together; the weight is d*(u - 128)
+//   kU4    groups of 32 k: 32 fp16 scales d, 32 fp16 offsets m, then 4-bit u; the weight is d*u + m
+// These two are multiplied as integers, with activations rounded to 8 bits (quantize.h): twice the rate of bf16.
+enum Format : int { kBf16 = 0, kQ8 = 1, kQ4 = 2, kU8 = 3, kU4 = 4 };
+inline bool is_integer(int format) { return format == kU8 || format == kU4; }
+constexpr int kU8Zero = 128;  // the byte that stands for a weight of 0
 
 constexpr int kPanel = 32;
-constexpr int kGroup = 32;
 constexpr int kFewRows = 12;  // from here on decoding costs more than the memory traffic it saves
 // From this many rows on, arithmetic bounds a product and DRAM has time for other things.
 constexpr int kBusyRows = 24, kBusyQuantizedRows = 5;
@@ -39,9 +44,9 @@ struct Linear {
 
 inline int num_panels(int n) { return (n + kPanel - 1) / kPanel; }
 
-inline size_t group_bytes(int format) {
-    if (format == kQ8) return 64 + kGroup * kPanel;
-    if (format == kQ4) return 128 + kGroup * kPanel / 2;
+constexpr size_t group_bytes(int format) {
+    if (format == kQ8 || format == kU8) return 64 + kGroup * kPanel;
+    if (format == kQ4 || format == kU4) return 128 + kGroup * kPanel / 2;
     return kGroup * kPanel * sizeof(bf16);
 }
 
@@ -50,11 +55,11 @@ inline size_t panel_bytes(int format, int k) { return static_cast<size_t>(k) / k
 // Packs columns first_panel*32 .. of a row-major bf16 matrix [n, k]. With `paired`, rows 0..n/2-1 are gates and the
 // others ups; a panel then holds 16 gates and their 16 ups.
 void pack_bf16(uint8_t* panels, const bf16* weights, int n, int k, bool paired, int first_panel, int last_panel);
-// The same from fp32 (for int8: symmetric, one scale per 32 weights of a row, nearest).
-void pack_q8(uint8_t* panels, const float* weights, int n, int k, bool paired, int first_panel, int last_panel);
+// The same from fp32 to kQ8 or kU8: symmetric, one scale per 32 weights of a row, nearest.
+void pack_int8(uint8_t* panels, int format, const float* weights, int n, int k, bool paired, int first_panel, int last_panel);
 // From GGUF rows as they are in the file: Q8_0 {fp16 d; int8 q[32]}, Q4_0 {fp16 d; nibbles[16]}, Q4_1 {fp16 d, m; ...}.
 enum GgufType : int { kGgufQ4_0 = 2, kGgufQ4_1 = 3, kGgufQ8_0 = 8 };
-void pack_gguf(uint8_t* panels, const uint8_t* rows, int type, int n, int k, bool paired, int first_panel,
+void pack_gguf(uint8_t* panels, int format, const uint8_t* rows, int type, int n, int k, bool paired, int first_panel,
                int last_panel);
 enum class Epilogue {
     kStore,    // out = y + bias
@@ -79,7 +84,8 @@ struct KvPages {
 
 struct GemmJob {
     const Linear* weight;
-    const bf16* x;  // [m, k]
+    const bf16* x;         // [m, k]
+    IntegerRows integers;  // the same for integer weights
     int m;
     Epilogue epilogue;
     void* out;  // float or bf16 [m, ld]

@@ -68,8 +68,9 @@ void ns_model_slow_thread(NsModel* model, int32_t thread, int32_t microseconds);
 void ns_model_free(NsModel* model);
 
 int64_t ns_packed_bytes(int32_t format, int32_t n, int32_t k);
-// source_type: 0 bf16 rows, 1 fp32 rows (to kQ8), else a GGUF type number whose blocks are taken as they are.
-void ns_pack(uint8_t* panels, const void* source, int32_t source_type, int32_t n, int32_t k, int32_t paired,
+// source_type: 0 bf16 rows (to kBf16), 1 fp32 rows (to kQ8 or kU8), else a GGUF type number whose blocks are taken as they
+// are, into a format of as many bits.
+void ns_pack(uint8_t* panels, int32_t format, const void* source, int32_t source_type, int32_t n, int32_t k, int32_t paired,
              int32_t threads);
 // For tests and measurements: y[m, n] = x W^T (fp32, n padded to 32), and the read bandwidth of memory in GB/s.
 void ns_matmul(const NsLinear* weight, const uint16_t* x, int32_t m, float* y, int32_t threads);

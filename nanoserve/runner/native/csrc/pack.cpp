@@ -17,17 +17,29 @@ int source_row(int column, int n, bool paired) {
 
 uint16_t to_half(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
 
-// Where the quants of one group lie: scales first, then offsets (kQ4), then q.
+// Where the quants of one group lie: scales first, then offsets of 4-bit ones, then q.
 struct Group {
     uint8_t* base;
     int format;
+    // In kU8 and kU4 four k of a column make a dword, sixteen columns 64 bytes.
+    static int dword(int column, int four) { return (four * 2 + column / 16) * 64 + column % 16 * 4; }
     void set_scale(int column, uint16_t d) const { std::memcpy(base + column * 2, &d, 2); }
     void set_offset(int column, uint16_t m) const { std::memcpy(base + 64 + column * 2, &m, 2); }
     void set_q8(int column, int k, int8_t q) const {
+        if (format == kU8) {
+            base[64 + dword(column, k / 4) + k % 4] = static_cast<uint8_t>(q + kU8Zero);
+            return;
+        }
         base[64 + k / 2 * (2 * kPanel) + column * 2 + k % 2] = static_cast<uint8_t>(q);
     }
-    // Eight columns and 16 k share 64 bytes: dword (column, parity of k) holds the eight k of that parity.
+    // kQ4: eight columns and 16 k share 64 bytes; dword (column, parity of k) holds the eight k of that parity. kU4: the
+    // low halves of bytes hold the first four of eight k, the high halves the others.
     void set_q4(int column, int k, int q) const {
+        if (format == kU4) {
+            uint8_t& byte = base[128 + dword(column, k / 8) + k % 4];
+            byte = static_cast<uint8_t>(byte | q << (k % 8 / 4 * 4));
+            return;
+        }
         uint8_t* block = base + 128 + (k / 16 * 4 + column / 8) * 64 + (column % 8 * 2 + k % 2) * 4;
         const int nibble = k % 16 / 2;
         block[nibble / 2] = static_cast<uint8_t>(block[nibble / 2] | q << (nibble % 2 * 4));
@@ -82,10 +94,10 @@ void pack_bf16(uint8_t* panels, const bf16* weights, int n, int k, bool paired, 
     }
 }
 
-void pack_q8(uint8_t* panels, const float* weights, int n, int k, bool paired, int first_panel, int last_panel) {
-    const GroupWriter writer{panels, kQ8, k};
+void pack_int8(uint8_t* panels, int format, const float* weights, int n, int k, bool paired, int first_panel, int last_panel) {
+    const GroupWriter writer{panels, format, k};
     for (int panel = first_panel; panel < last_panel; ++panel) {
-        std::memset(panels + panel * panel_bytes(kQ8, k), 0, panel_bytes(kQ8, k));
+        std::memset(panels + panel * panel_bytes(format, k), 0, panel_bytes(format, k));
         for (int lane = 0; lane < kPanel; ++lane) {
             const int row = source_row(panel * kPanel + lane, n, paired);
             if (row < 0) continue;
@@ -105,9 +117,8 @@ void pack_q8(uint8_t* panels, const float* weights, int n, int k, bool paired, i
     }
 }
 
-void pack_gguf(uint8_t* panels, const uint8_t* rows, int type, int n, int k, bool paired, int first_panel,
+void pack_gguf(uint8_t* panels, int format, const uint8_t* rows, int type, int n, int k, bool paired, int first_panel,
                int last_panel) {
-    const int format = type == kGgufQ8_0 ? kQ8 : kQ4;
     const size_t block = gguf_block_bytes(type);
     const GroupWriter writer{panels, format, k};
     for (int panel = first_panel; panel < last_panel; ++panel) {

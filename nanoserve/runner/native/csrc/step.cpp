@@ -135,13 +135,16 @@ bool Step::make_buffers() {
     }
     const size_t privates = private_rows_ ? threads_ : 0;
     private_stride_ = rows * hidden;
-    decoded_stride_ =
-        static_cast<size_t>(kPanel) * std::max({config_.hidden, config_.intermediate, static_cast<int>(heads)});
-    const size_t floats = rows * (hidden * 2 + qkv) + partials;
+    const int longest = std::max({config_.hidden, config_.intermediate, static_cast<int>(heads)});
+    decoded_stride_ = static_cast<size_t>(kPanel) * longest;
+    widest_ = model_.has_integers ? longest : 0;
+    integers_stride_ = model_.has_integers ? rows * IntegerRows::stride(longest) : 0;
+    const size_t integers = integers_stride_ * (private_rows_ ? threads_ : 1);
+    const size_t floats = rows * (hidden * 2 + qkv) + partials + threads_ * widest_;
     const size_t halves =
         rows * (hidden + 2 * heads + config_.intermediate) + privates * private_stride_ + threads_ * decoded_stride_;
     if (!model_.arena.reserve(floats * 4 + halves * 2 + threads_ * logit_rows * sizeof(Best) + groups * sizeof(int) +
-                              4096))
+                              integers + 4096))
         return false;
     Arena& arena = model_.arena;
     arena.rewind();
@@ -155,6 +158,8 @@ bool Step::make_buffers() {
     gated_ = arena.take<bf16>(rows * config_.intermediate);
     h_private_ = arena.take<bf16>(privates * private_stride_);
     decoded_ = arena.take<bf16>(threads_ * decoded_stride_);
+    wide_ = arena.take<float>(threads_ * widest_);
+    integers_ = arena.take<uint8_t>(integers);
     best_ = arena.take<Best>(threads_ * logit_rows);
     finished_ = arena.take<std::atomic<int>>(groups);
     for (size_t i = 0; i < groups; ++i) new (finished_ + i) std::atomic<int>(0);
@@ -194,8 +199,8 @@ void Step::work(int thread) {
         const Layer& layer = model_.layers[i];
         const float* post = config_.post_norms && i > 0 ? model_.layers[i - 1].raw.post_mlp_norm : nullptr;
         uint8_t* kv = model_.layer_kv(i);
-        multiply(thread, layer.qkv, nullptr, batch_.tokens, Epilogue::kStore, qkv_, qkv_width,
-                 first(thread, layer.output, batch_.tokens), kv_during(kQkv, i), post, layer.raw.input_norm);
+        multiply(thread, layer.qkv, {nullptr, layer.raw.input_norm, post}, batch_.tokens, Epilogue::kStore, qkv_,
+                 qkv_width, first(thread, layer.output, batch_.tokens), kv_during(kQkv, i));
         const bool last = i + 1 == config_.layers;
         const AttentionPlan& plan = plan_for(i);
         const bool fused = one_token_rows_ && plan.num_slots == 0 && &plan != &last_plan_;
@@ -219,30 +224,40 @@ void Step::embed(int thread) {
     }
 }
 
-void Step::norm_row(int thread, int row, const float* post_norm, const float* norm) {
+// One row of a product's input; `integer_k` is its length where the weights are integers, else 0.
+void Step::prepare_row(int thread, int row, const Input& input, int integer_k) {
     const int hidden = config_.hidden;
-    float* x = x_ + static_cast<size_t>(row) * hidden;
-    bf16* h = normed(thread) + static_cast<size_t>(row) * hidden;
-    if (post_norm)
-        rms_norm(branch_ + static_cast<size_t>(row) * hidden, post_norm, hidden, config_.norm_eps,
-                 [&](int i, __m512 v) { _mm512_storeu_ps(x + i, _mm512_add_ps(_mm512_loadu_ps(x + i), v)); });
-    rms_norm(x, norm, hidden, config_.norm_eps, [&](int i, __m512 v) { store_bf16(h + i, v); });
+    float* wide = wide_ + thread * widest_;
+    if (input.norm) {
+        float* x = x_ + static_cast<size_t>(row) * hidden;
+        bf16* h = normed(thread) + static_cast<size_t>(row) * hidden;
+        if (input.post_norm)
+            rms_norm(branch_ + static_cast<size_t>(row) * hidden, input.post_norm, hidden, config_.norm_eps,
+                     [&](int i, __m512 v) { _mm512_storeu_ps(x + i, _mm512_add_ps(_mm512_loadu_ps(x + i), v)); });
+        rms_norm(x, input.norm, hidden, config_.norm_eps,
+                 [&](int i, __m512 v) { integer_k ? _mm512_storeu_ps(wide + i, v) : store_bf16(h + i, v); });
+    } else {
+        const bf16* x = input.x + static_cast<size_t>(row) * integer_k;
+        for (int i = 0; i < integer_k; i += 16) _mm512_storeu_ps(wide + i, load_bf16(x + i));
+    }
+    if (integer_k) integers(thread, integer_k).write(row, wide);
 }
 
-void Step::norm_rows(int thread, int rows, const float* post_norm, const float* norm) {
-    model_.phases.begin(thread, rows);
-    for (int row; (row = model_.phases.claim(thread)) >= 0;) norm_row(thread, row, post_norm, norm);
-}
-
-// out (+)= weight x, where x null means the normed residual (after adding the normed branch, with post_norm).
-void Step::multiply(int thread, const Linear& weight, const bf16* x, int rows, Epilogue epilogue, void* out, int ld,
-                    const uint8_t* next, const KvPages& kv_ahead, const float* post_norm, const float* norm) {
-    if (norm && !private_rows_) norm_rows(thread, rows, post_norm, norm);
+// out (+)= weight * input
+void Step::multiply(int thread, const Linear& weight, const Input& input, int rows, Epilogue epilogue, void* out, int ld,
+                    const uint8_t* next, const KvPages& kv_ahead) {
+    const int integer_k = is_integer(weight.form(rows).format) ? weight.k : 0;
+    const bool prepares = input.norm || integer_k;
+    if (prepares && !private_rows_) {
+        model_.phases.begin(thread, rows);
+        for (int row; (row = model_.phases.claim(thread)) >= 0;) prepare_row(thread, row, input, integer_k);
+    }
     if (!model_.phases.begin(thread, gemm_items(weight, rows))) return;
-    if (norm && private_rows_)
-        for (int row = 0; row < rows; ++row) norm_row(thread, row, post_norm, norm);
+    if (prepares && private_rows_)
+        for (int row = 0; row < rows; ++row) prepare_row(thread, row, input, integer_k);
     Best* best = best_ + static_cast<size_t>(thread) * batch_.logit_rows;
-    const GemmJob job{&weight, x ? x : normed(thread), rows, epilogue, out, ld, best, next, kv_ahead};
+    const GemmJob job{&weight, input.x ? input.x : normed(thread), integers(thread, weight.k), rows, epilogue, out, ld,
+                      best,    next,                               kv_ahead};
     gemm(model_.phases, thread, job, decoded_ + static_cast<size_t>(thread) * decoded_stride_);
 }
 
@@ -360,19 +375,19 @@ void Step::finish_layer(int thread, int index) {
     const Epilogue add = post ? Epilogue::kStore : Epilogue::kAdd;
     void* target = post ? branch_ : x_;
     const Linear& after = last ? model_.head : model_.layers[index + 1].qkv;
-    multiply(thread, layer.output, attended_, rows, add, target, config_.hidden, first(thread, layer.gate_up, rows),
+    multiply(thread, layer.output, {attended_}, rows, add, target, config_.hidden, first(thread, layer.gate_up, rows),
              kv_during(kOutput, index + 1));
-    multiply(thread, layer.gate_up, nullptr, rows, config_.gelu ? Epilogue::kGeluMul : Epilogue::kSiluMul, gated_,
-             config_.intermediate, first(thread, layer.down, rows), kv_during(kGateUp, index + 1),
-             post ? layer.raw.post_attention_norm : nullptr, layer.raw.mlp_norm);
-    multiply(thread, layer.down, gated_, rows, add, target, config_.hidden, first(thread, after, rows),
+    multiply(thread, layer.gate_up, {nullptr, layer.raw.mlp_norm, post ? layer.raw.post_attention_norm : nullptr}, rows,
+             config_.gelu ? Epilogue::kGeluMul : Epilogue::kSiluMul, gated_, config_.intermediate,
+             first(thread, layer.down, rows), kv_during(kGateUp, index + 1));
+    multiply(thread, layer.down, {gated_}, rows, add, target, config_.hidden, first(thread, after, rows),
              kv_during(kDown, index + 1));
 }
 
 void Step::project_logits(int thread) {
     const float* post = config_.post_norms ? model_.layers.back().raw.post_mlp_norm : nullptr;
-    multiply(thread, model_.head, nullptr, batch_.logit_rows, Epilogue::kLogits, logits_, batch_.logit_stride, nullptr,
-             {}, post, model_.final_norm);
+    multiply(thread, model_.head, {nullptr, model_.final_norm, post}, batch_.logit_rows, Epilogue::kLogits, logits_,
+             batch_.logit_stride, nullptr);
 }
 
 void Step::draw_tokens(int thread) {

@@ -51,6 +51,13 @@ struct AttentionPlan {
     std::vector<int> pages;  // that single tokens read and that are worth fetching during the products before
 };
 
+// What goes into a product, row by row: `x` as it is, or, where that is null, the normed residual (with `post_norm`, after
+// adding the normed branch to it). For integer weights it is rounded to 8 bits.
+struct Input {
+    const bf16* x = nullptr;
+    const float *norm = nullptr, *post_norm = nullptr;
+};
+
 // The products between one layer's attention and the next one's, in order.
 enum Product { kOutput, kGateUp, kDown, kQkv, kNumProducts };
 
@@ -61,6 +68,7 @@ struct Model {
     Linear head;
     const float* final_norm;
     std::vector<Layer> layers;
+    bool has_integers;  // some matrix is multiplied as integers
     uint8_t* kv = nullptr;
     int64_t kv_pages = 0;
     Team team;
@@ -87,10 +95,8 @@ class Step {
     // What each thread does; every one of these waits for the one before to be complete.
     void work(int thread);
     void embed(int thread);
-    void norm_rows(int thread, int rows, const float* post_norm, const float* norm);
-    void multiply(int thread, const Linear& weight, const bf16* x, int rows, Epilogue epilogue, void* out, int ld,
-                  const uint8_t* next, const KvPages& kv_ahead = {}, const float* post_norm = nullptr,
-                  const float* norm = nullptr);
+    void multiply(int thread, const Linear& weight, const Input& input, int rows, Epilogue epilogue, void* out, int ld,
+                  const uint8_t* next, const KvPages& kv_ahead = {});
     void rotate(int thread, const Layer& layer, uint8_t* kv);
     void attend(int thread, const AttentionPlan& plan, const Layer& layer, uint8_t* kv, bool rotate_too);
     void keep_logit_rows(int thread);
@@ -99,7 +105,10 @@ class Step {
     void draw_tokens(int thread);
     // Inside phases.
     bf16* normed(int thread) { return private_rows_ ? h_private_ + thread * private_stride_ : h_; }
-    void norm_row(int thread, int row, const float* post_norm, const float* norm);
+    IntegerRows integers(int thread, int k) const {
+        return {integers_ + (private_rows_ ? thread * integers_stride_ : 0), k};
+    }
+    void prepare_row(int thread, int row, const Input& input, int integer_k);
     void rotate_head(const Layer& layer, int token, int kv_head, uint8_t* kv);
     void run_item(int thread, const AttentionPlan& plan, const AttentionItem& item, const AttentionItem* next,
                   const uint8_t* kv);
@@ -118,7 +127,7 @@ class Step {
     const NsDraw* const draw_;  // null: nothing is drawn
     const int threads_;
     const bool one_token_rows_;
-    bool private_rows_ = false;           // few rows: every thread norms all of them itself, which saves a phase
+    bool private_rows_ = false;           // few rows: every thread prepares all of them itself, which saves a phase
     std::vector<int> pages_;              // per row its page table
     std::vector<const int*> page_table_;  // per token
     std::vector<AttentionPlan> plans_;
@@ -127,9 +136,11 @@ class Step {
     float *x_ = nullptr, *qkv_ = nullptr, *branch_ = nullptr, *partials_ = nullptr;
     bf16 *h_ = nullptr, *h_private_ = nullptr, *q_ = nullptr, *attended_ = nullptr, *gated_ = nullptr;
     bf16* decoded_ = nullptr;
+    float* wide_ = nullptr;  // of each thread: a row on its way to integers
+    uint8_t* integers_ = nullptr;
     Best* best_ = nullptr;
     std::atomic<int>* finished_ = nullptr;
-    size_t private_stride_ = 0, decoded_stride_ = 0;
+    size_t private_stride_ = 0, decoded_stride_ = 0, widest_ = 0, integers_stride_ = 0;
 };
 
 }  // namespace ns
