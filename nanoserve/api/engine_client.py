@@ -339,8 +339,9 @@ def _lacks_output(record: TextFinished, live: dict[int, RequestStream]) -> bool:
     """Whether ids before this end have not come."""
     finished = record.finished
     stream = live.get(finished.request_id)
-    is_regular = finished.reason not in (FinishReason.ABORT, FinishReason.ERROR)
-    return stream is not None and is_regular and finished.num_output_tokens > len(stream.output_ids)
+    if stream is None or not finished.reason.is_regular:
+        return False
+    return finished.num_output_tokens > len(stream.output_ids)
 
 
 def _with_output(stream: RequestStream) -> AddRequest:

@@ -234,8 +234,7 @@ class Intake:
                 self._unknown_end(drain, finished)
                 return
             row = drain.rows[request_id] = Row(state, state.num_tokens, [])
-        regular = finished.reason not in (FinishReason.ABORT, FinishReason.ERROR)
-        if regular and not row.rebuilt and finished.num_output_tokens > row.state.num_tokens:
+        if finished.reason.is_regular and not row.rebuilt and finished.num_output_tokens > row.state.num_tokens:
             self._forget_and_ask(drain, request_id)  # its last ids never came
             return
         row.finished = finished

@@ -34,6 +34,11 @@ class FinishReason(IntEnum):
     ERROR = 3  # refused or failed; `Failure` says why
     REPETITION = 4  # the newest tokens are one pattern again and again, as the client asked to look for
 
+    @property
+    def is_regular(self) -> bool:
+        """Whether every id that the terminal record counts comes before it; one cut short may lack some."""
+        return self not in (FinishReason.ABORT, FinishReason.ERROR)
+
 
 class AbortCause(IntEnum):
     CLIENT_GONE = 0

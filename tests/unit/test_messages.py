@@ -113,5 +113,10 @@ def test_no_struct_disappears() -> None:
     assert set(golden()["structs"]) <= set(STRUCTS)
 
 
+def test_what_was_cut_short_may_lack_ids() -> None:
+    lacking = {reason for reason in messages.FinishReason if not reason.is_regular}
+    assert lacking == {messages.FinishReason.ABORT, messages.FinishReason.ERROR}
+
+
 if __name__ == "__main__":
     GOLDEN.write_text(json.dumps(written_now(), indent=1) + "\n")
