@@ -38,6 +38,7 @@ _MAX_SALT = 1024
 _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
 _GREEDY = 1e-5  # temperatures below are argmax
+_LEAST_REPETITION = 1e-3  # logits are divided by it, and by the temperature, and must stay finite as float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +163,7 @@ class Checker:
                 f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}.",
                 param="min_tokens",
             )
-        repetition = real(
-            "repetition_penalty", body.repetition_penalty, _or(defaults.repetition_penalty, 1.0), 0.0, 10.0
-        )
-        if repetition == 0.0:
-            raise RequestError("repetition_penalty must be greater than zero, got 0.", param="repetition_penalty")
+        repetition = _or(defaults.repetition_penalty, 1.0)
         top_p = real("top_p", body.top_p, _or(defaults.top_p, 1.0), 0.0, 1.0, open_low=True)
         top_k = whole("top_k", body.top_k, _or(defaults.top_k, 0), -1, _INT32)
         return SamplingParams(
@@ -176,7 +173,7 @@ class Checker:
             min_p=real("min_p", body.min_p, _or(defaults.min_p, 0.0), 0.0, 1.0),
             presence_penalty=real("presence_penalty", body.presence_penalty, 0.0, -2.0, 2.0),
             frequency_penalty=real("frequency_penalty", body.frequency_penalty, 0.0, -2.0, 2.0),
-            repetition_penalty=repetition,
+            repetition_penalty=real("repetition_penalty", body.repetition_penalty, repetition, _LEAST_REPETITION, 10.0),
             repetition_detection=_repetition(body.repetition_detection),
             min_tokens=min_tokens,
             stop_token_ids=self._stop_token_ids(body.stop_token_ids),

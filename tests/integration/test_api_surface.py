@@ -249,6 +249,17 @@ async def test_bad_bodies_get_a_4xx_in_the_envelope(api: Api, body: object, stat
     assert api.process.context.client.num_live == 0
 
 
+async def test_a_repetition_penalty_leaves_logits_finite_or_is_refused(api: Api) -> None:
+    """One of 1e-40 made infinities of them: a 500 for what the request itself had asked for."""
+    for value in (0, 1e-40, 0.0009, 10.1, 1e40, -1):
+        status, answer = await api.post(COMPLETIONS, {"prompt": "x", "repetition_penalty": value})
+        assert (status, answer["error"]["param"]) == (400, "repetition_penalty"), value
+        assert "[0.001, 10]" in answer["error"]["message"]
+    for value in (0.001, 10):
+        body = {"prompt": "x", "max_tokens": 1, "repetition_penalty": value}
+        assert (await api.post(COMPLETIONS, body))[0] == 200
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize(("field", "value"), [("response_format", {"type": "json_object"}), ("lora_path", "x")])
 async def test_every_protocol_refuses_what_would_change_the_answer(
