@@ -82,6 +82,7 @@ async def loads(request: web.Request) -> web.Response:
             "kv_used": stats.blocks_used,
             "kv_total": stats.blocks_total,
             "queue_eta_s": round(eta_s, 3),
+            "paused": stats.paused,
         }
     )
 

@@ -123,6 +123,7 @@ async def test_a_pause_reaches_the_engine(api: Api) -> None:
                 await asyncio.sleep(0.01)
         assert (await api.get("/ready"))[0] == 200  # requests are taken and wait: no reason to send them elsewhere
         assert (await api.get("/server_info"))[1]["status"]["paused"] is paused
+        assert (await api.get("/v1/loads"))[1]["paused"] is paused
         assert f"nanoserve_paused {float(paused)}\n" in (await api.get("/metrics"))[1]
     assert (await api.post("/pause_generation", {"mode": "in_place"}))[0] == 200
     assert (await api.post("/pause_generation", {"mode": "abort"}))[0] == 400
