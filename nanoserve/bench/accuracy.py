@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from nanoserve.bench import program
 from nanoserve.bench.texts import ALICE
 from nanoserve.config import ServerConfig
 from nanoserve.hub.model_files import ModelFiles, read_model_files
@@ -86,7 +87,7 @@ def _report(name: str, logits: torch.Tensor, exact: torch.Tensor, ids: list[int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("accuracy"), description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--variants", nargs="+", default=["torch-bfloat16", "none", "auto", "gguf", "int8"])
     parser.add_argument("--tokens", type=int, default=480, help="length of the text")

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from nanoserve.bench import program
 from nanoserve.bench.stats import spread
 from nanoserve.config import ServerConfig
 from nanoserve.engine.core import EngineCore
@@ -154,7 +155,9 @@ def report(rows: int, rounds: dict[str, list[Times]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=program("host"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=["greedy", "sampled"])

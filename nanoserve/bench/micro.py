@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from nanoserve.bench import program
 from nanoserve.bench.stats import percentile, spread
 from nanoserve.ipc.columns import pack_ids, unpack_ids
 from nanoserve.ipc.messages import TextBatch, TokenBatch
@@ -119,7 +120,7 @@ def _hop(size: int, count: int = 2000) -> list[float]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m nanoserve.bench.micro", description=__doc__).parse_args()
+    argparse.ArgumentParser(prog=program("micro"), description=__doc__).parse_args()
     print("| message | bytes | encode us | decode us |\n|---|---|---|---|")
     for rows in (1, 32, 256):
         number = 200_000 // (rows + 20)

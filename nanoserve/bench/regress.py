@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from nanoserve.bench import program
 from nanoserve.bench.client import WORKLOADS, run_workload
 from nanoserve.bench.peers import ROOT, ours, running
 from nanoserve.bench.stats import percentile, spread
@@ -60,7 +61,7 @@ def measure(url: str, model: str, name: str, rounds: int) -> dict[str, Any]:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m nanoserve.bench.regress", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("regress"), description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument(
         "--flags",

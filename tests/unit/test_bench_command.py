@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,3 +30,25 @@ def test_a_benchmark_is_told_under_which_name_it_was_called(monkeypatch: pytest.
     monkeypatch.setattr(sys, "argv", ["/usr/bin/nanoserve", "bench", "steps", "--help"])
     assert console.main() == 0
     assert seen == [["nanoserve bench steps", "--help"]]
+
+
+@pytest.mark.parametrize("name", console._BENCHMARKS)
+def test_every_usage_line_is_the_way_it_was_started(name: str) -> None:
+    file = Path(nanoserve.__file__).parent / "bench" / f"{name.replace('-', '_')}.py"
+    assert file.read_text(encoding="utf-8").count(f'prog=program("{name}")') == 1
+
+
+def test_a_usage_line_is_a_command_that_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def usage(start: Callable[[], object]) -> str:
+        with pytest.raises(SystemExit):
+            start()
+        return capsys.readouterr().out.partition(" [-h]")[0]
+
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/nanoserve", "bench", "chaos-peer", "--help"])
+    assert usage(console.main) == "usage: nanoserve bench chaos-peer"
+    monkeypatch.setattr(sys, "argv", ["-m", "--help"])
+    module = "nanoserve.bench.chaos_peer"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    assert usage(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)) == f"usage: python -m {module}"
