@@ -82,10 +82,17 @@ inline __attribute__((always_inline)) void add_dots(const Weights<FORMAT>& w, co
     }
 }
 
+// A row's far value at one k of a group, 0 where it has none.
+inline float far_at(const GroupScale& group, const float* list, int k) {
+    const uint32_t before = group.far & ((uint32_t{1} << k) - 1), has = group.far >> k & 1;
+    return list[(group.first + __builtin_popcount(before)) & (0 - has)];
+}
+
 // The far values of a group, those of any of the rows, one k at a time: where a row has none there, it adds 0.
 template <int FORMAT, int ROWS>
 inline __attribute__((always_inline)) void add_far(uint32_t which, const Weights<FORMAT>& w, const uint8_t* quants,
-                                                   const float* far, size_t stride, __m512 (&acc)[ROWS][2]) {
+                                                   const GroupScale* scales, const float* far, size_t stride,
+                                                   __m512 (&acc)[ROWS][2]) {
     constexpr int kTogether = FORMAT == kU4 ? 8 : 4;  // k in one dword of a column
     const __m512i most = _mm512_set1_epi32(FORMAT == kU4 ? 15 : 255);
     for (; which; which &= which - 1) {
@@ -99,7 +106,7 @@ inline __attribute__((always_inline)) void add_far(uint32_t which, const Weights
         const __m512 low = weights(dwords, w.d0, w.m0), high = weights(dwords + 64, w.d1, w.m1);
 #pragma GCC unroll 6
         for (int i = 0; i < ROWS; ++i) {
-            const __m512 value = _mm512_set1_ps(of_row(far, i, stride)[k]);
+            const __m512 value = _mm512_set1_ps(far_at(*of_row(scales, i, stride), of_row(far, i, stride), k));
             acc[i][0] = _mm512_fmadd_ps(low, value, acc[i][0]);
             acc[i][1] = _mm512_fmadd_ps(high, value, acc[i][1]);
         }
@@ -130,7 +137,7 @@ void run_tile(const ProductTile& tile, int row) {
         uint32_t which = 0;
 #pragma GCC unroll 6
         for (int i = 0; i < ROWS; ++i) which |= of_row(scales, i, stride)->far;
-        if (which) add_far<FORMAT, ROWS>(which, weights, quants, far + k0, stride, acc);
+        if (which) add_far<FORMAT, ROWS>(which, weights, quants, scales, far, stride, acc);
     }
     finish<ROWS>(tile, row, acc);
 }
