@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from nanoserve.runner.backend import ForwardBatch
-from nanoserve.runner.native.backend import unsupported_reason
+from nanoserve.runner.native.backend import NativeBackend, NativeOptions, unsupported_reason
 from nanoserve.runner.native.build import missing_cpu_features
+from nanoserve.runner.native.packing import Weights
 from tests.runner.native_models import (
     CONFIGS,
     IDS,
@@ -21,6 +22,7 @@ from tests.runner.native_models import (
     make_native,
     make_spec,
     make_torch,
+    make_weights,
 )
 from tests.runner.tiny import Sequences
 
@@ -177,6 +179,28 @@ def test_a_broken_row_fails_alone() -> None:
     assert (backend.greedy_ids[3:19] == -1).all() and (backend.greedy_ids[19:] >= 0).all()
     again = backend.forward(_batch(IDS[:18], list(range(18)), sequences.table(bad)))
     assert torch.equal(again, alone[:18])
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+def test_scores_that_overflow_break_the_rows_that_see_them(kv_dtype: torch.dtype) -> None:
+    """One token's keys are 1e30, its values are fine, and queries are 1e10: infinities of both signs add up to what is
+    no number. A softmax that passed over it would answer as if the token were not there, segments later, too."""
+    spec = make_spec("llama")
+    weights, poison, column = make_weights(spec), VOCAB - 1, 7
+    weights["model.embed_tokens.weight"][:, column] = 0
+    weights["model.embed_tokens.weight"][poison, column] = 1
+    attention = "model.layers.0.self_attn."
+    weights[attention + "q_proj.weight"] *= 1e10
+    weights[attention + "k_proj.weight"][:, column] *= 1e30
+    options = NativeOptions(threads=2, kv_dtype=kv_dtype)
+    backend = NativeBackend(spec, lambda: Weights(weights, {}), options)
+    backend.allocate_kv(160)
+    ids = [min(token, VOCAB - 2) for token in IDS[:700]]
+    clean = backend.forward(_batch(ids, list(range(700)), list(range(44)))).clone()
+    ids[300] = poison
+    broken = backend.forward(_batch(ids, list(range(700)), list(range(44))))
+    assert clean.isfinite().all() and torch.equal(broken[:300], clean[:300])
+    assert broken[300:].isnan().all() and (backend.greedy_ids[300:] == -1).all()
 
 
 def test_bad_indices_are_refused() -> None:

@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <cmath>
+#include <limits>
 
 #include "attention_kernels.h"
 
@@ -140,8 +141,10 @@ void soften(const Block& block, const View& view, int group, int window, const S
         most[i] = std::ceil(largest(scores, view.num_pages, seen, kNone));
     });
     each_row([&](int i, const float* scores, const Seen<CLEAN>& seen) {
-        sum[i] = numerators<SCALED>(scores, scratch.probs + i * kSegmentTokens, view.num_pages, seen, most[i],
-                                    pages.value_scales + view.begin);
+        bf16* probs = scratch.probs + i * kSegmentTokens;
+        sum[i] = SCALED ? scaled_numerators(scores, probs, view.num_pages, seen, most[i], pages.value_scales + view.begin)
+                        : numerators(scores, probs, view.num_pages, seen, most[i]);
+        if (!std::isfinite(most[i])) sum[i] = std::numeric_limits<float>::quiet_NaN();  // and not 0: that is masked
     });
 }
 

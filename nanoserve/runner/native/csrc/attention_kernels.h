@@ -4,6 +4,8 @@
 // and of tokens whatever rows it is computed with.
 #pragma once
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <utility>
 
 #include "kv.h"
@@ -129,40 +131,63 @@ struct Seen {
     }
 };
 
-// The largest score of one row over its pages; `none` where all are masked.
+// The largest score of one row over its pages, `none` where all are masked, and no number where a score is none.
 template <bool CLEAN>
 float largest(const float* scores, int num_pages, const Seen<CLEAN>& seen, float none) {
-    __m512 top = _mm512_set1_ps(none);
-    for (int page = 0; page < num_pages; ++page) {
+    const __m512 nothing = _mm512_set1_ps(none);
+    __m512 first_top = nothing, second_top = nothing;
+    __mmask16 broken = 0;  // lanes with what is no number, which a maximum may pass over
+    auto of_page = [&](int page) __attribute__((always_inline)) {
         const __m512 s = _mm512_loadu_ps(scores + page * kPageTokens);
-        top = seen.whole(page) ? _mm512_max_ps(top, s) : _mm512_mask_max_ps(top, seen.tokens(page), top, s);
+        return seen.whole(page) ? s : _mm512_mask_mov_ps(nothing, seen.tokens(page), s);
+    };
+    for (int page = 0; page < num_pages; page += 2) {
+        const __m512 first = of_page(page), second = page + 1 < num_pages ? of_page(page + 1) : nothing;
+        first_top = _mm512_max_ps(first_top, first), second_top = _mm512_max_ps(second_top, second);
+        broken |= _mm512_cmp_ps_mask(first, second, _CMP_UNORD_Q);
     }
-    return _mm512_reduce_max_ps(top);
+    return broken ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(_mm512_max_ps(first_top, second_top));
 }
 
 // Softmax numerators of one row, rounded to bf16, and the sum that they are to be divided by. Each page has its own
 // eight lanes of the sum by whether it is odd or even, so the first page must be even in its segment.
 //
 // The sum is that of the rounded numerators, as weights must add up to 1: a row that looks at one token gets exactly
-// its value. With value scales (one pointer per page) what is stored is each numerator times its token's scale, and the
-// sum is without them, hence of what is not rounded yet.
-template <bool SCALED, bool CLEAN>
-float numerators(const float* scores, bf16* probs, int num_pages, const Seen<CLEAN>& seen, float most,
-                 const float* const* value_scales) {
-    const __m512 shift = _mm512_set1_ps(most);
+// its value.
+template <bool CLEAN>
+float numerators(const float* scores, bf16* probs, int num_pages, const Seen<CLEAN>& seen, float most) {
+    const BinaryExponents exponents(most);
     const __m512bh ones = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80));
+    __m512 total = _mm512_setzero_ps();
+    auto of_page = [&](int page) __attribute__((always_inline)) {
+        const __m512i e = exponents.of(_mm512_loadu_ps(scores + page * kPageTokens));
+        return seen.whole(page) ? e : _mm512_maskz_mov_epi32(seen.tokens(page), e);
+    };
+    for (int page = 0; page < num_pages; page += 2) {
+        const __m512i first = of_page(page), second = page + 1 < num_pages ? of_page(page + 1) : _mm512_setzero_si512();
+        const __m512i pair = exponents.powers(first, second);
+        total = _mm512_dpbf16_ps(total, reinterpret_cast<__m512bh>(pair), ones);
+        _mm512_storeu_si512(probs + page * kPageTokens, pair);
+    }
+    return _mm512_reduce_add_ps(total);
+}
+
+// The same where values have scales (one pointer per page): what is stored is each numerator times its token's scale, and
+// the sum is without them, hence of what is not rounded yet.
+template <bool CLEAN>
+float scaled_numerators(const float* scores, bf16* probs, int num_pages, const Seen<CLEAN>& seen, float most,
+                        const float* const* value_scales) {
+    const __m512 shift = _mm512_set1_ps(most);
     __m512 total = _mm512_setzero_ps();
     auto of_page = [&](int page) __attribute__((always_inline)) {
         __m512 e = exp2_of_negative(_mm512_sub_ps(_mm512_loadu_ps(scores + page * kPageTokens), shift));
         if (!seen.whole(page)) e = _mm512_maskz_mov_ps(seen.tokens(page), e);
-        if (!SCALED) return e;
         total = _mm512_add_ps(total, e);
         return _mm512_mul_ps(e, _mm512_loadu_ps(value_scales[page]));
     };
     for (int page = 0; page < num_pages; page += 2) {
         const __m512 first = of_page(page), second = page + 1 < num_pages ? of_page(page + 1) : _mm512_setzero_ps();
         const __m512bh pair = _mm512_cvtne2ps_pbh(second, first);
-        if (!SCALED) total = _mm512_dpbf16_ps(total, pair, ones);
         _mm512_storeu_si512(probs + page * kPageTokens, reinterpret_cast<__m512i>(pair));
     }
     return _mm512_reduce_add_ps(total);

@@ -62,6 +62,49 @@ inline __m512 exp2_of_negative(__m512 x) {
     return _mm512_scalef_ps(p, x);
 }
 
+// 2^(x - most) as bf16 for x <= most, a whole number: 0 from 2^-127 on, and for what is no number. In fixed point with 7
+// bits behind the point, whose 128 powers are looked up: the input's rounding is an error of 0.27 % at the most, the
+// mantissa's of 0.39 %. A third of the instructions of the polynomial, and on other ports than the products of attention.
+class BinaryExponents {
+ public:
+    explicit BinaryExponents(float most) : most_(_mm512_set1_ps(most)) {}
+    // The biased exponent and 7 bits behind it. (With `most` in the fused addend it would be wrong from 2^24 on.)
+    __m512i of(__m512 x) const {
+        const __m512 one = _mm512_set1_ps(128.f), bias = _mm512_set1_ps(127 * 128.f);
+        return _mm512_cvtps_epi32(_mm512_fmadd_ps(_mm512_sub_ps(x, most_), one, bias));
+    }
+    __m512i powers(__m512i first, __m512i second) const {
+        const __m512i in_order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
+        const __m512i words = _mm512_permutexvar_epi64(in_order, _mm512_packus_epi32(first, second));
+        // The exponent stays, the lowest 7 bits become the mantissa.
+        return _mm512_ternarylogic_epi32(words, mantissas(words), _mm512_set1_epi16(0x7f), 0xd8);
+    }
+
+ private:
+    static __m512i mantissas(__m512i words);
+    __m512 most_;
+};
+
+// 128 (2^(i/128) - 1), rounded.
+alignas(64) inline constexpr uint8_t kMantissas[128] = {
+    0, 1, 1, 2, 3, 4, 4, 5, 6, 6, 7, 8, 9, 9, 10, 11, 12, 12, 13, 14, 15, 15,
+    16, 17, 18, 19, 19, 20, 21, 22, 23, 23, 24, 25, 26, 27, 28, 28, 29, 30, 31, 32, 33, 34,
+    34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54,
+    55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 72, 73, 74, 75, 76, 77,
+    78, 79, 80, 82, 83, 84, 85, 86, 87, 88, 90, 91, 92, 93, 94, 96, 97, 98, 99, 100, 102, 103,
+    104, 105, 107, 108, 109, 111, 112, 113, 115, 116, 117, 118, 120, 121, 123, 124, 125, 127};
+
+inline __m512i BinaryExponents::mantissas(__m512i words) {
+#ifdef __AVX512VBMI__
+    return _mm512_permutex2var_epi8(_mm512_load_si512(kMantissas), words, _mm512_load_si512(kMantissas + 64));
+#else
+    alignas(64) uint16_t each[32];
+    _mm512_store_si512(each, words);
+    for (uint16_t& word : each) word = kMantissas[word & 127];
+    return _mm512_load_si512(each);
+#endif
+}
+
 // 1 / (1 + e^-x), also for large |x|.
 inline __m512 sigmoid_ps(__m512 x) {
     const __m512 limited = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)), _mm512_set1_ps(-126.f));
