@@ -139,10 +139,16 @@ def _make_backend(
         native = _native_backend(config, files, spec, dtype, context, read, progress)
         if native is not None:
             return native
-    if config.model.quantization not in ("auto", "none"):
-        raise ConfigError(f"--quantization {config.model.quantization} needs the C++ engine, which is not used here")
+    _check_torch_serves(config)
     block_size, kv_dtype = config.cache.block_size, choose_kv_dtype(config.cache.kv_cache_dtype, dtype)
     return TorchBackend(spec, read(dtype), block_size=block_size, dtype=dtype, device=device, kv_dtype=kv_dtype)
+
+
+def _check_torch_serves(config: ServerConfig, why: str = "") -> None:
+    if config.model.quantization not in ("auto", "none"):
+        raise ConfigError(
+            f"--quantization {config.model.quantization} needs the C++ engine, which is not used here{why}"
+        )
 
 
 def _native_backend(
@@ -175,6 +181,7 @@ def _native_backend(
             return open_native(files, spec, options, read, progress)
         except NativeUnavailable as error:
             reason = str(error)
+    _check_torch_serves(config, f" ({reason})")
     log.warning("the C++ engine is not used (%s); plain torch serves instead, slower", reason)
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,3 +172,21 @@ def test_a_broken_row_fails_alone() -> None:
     parts = sequences.run([(bad, 0, 19), (good, 0, 20)])
     assert torch.isnan(parts[0][3:]).all() and torch.equal(parts[1], alone)
     assert (backend.greedy_ids[3:19] == -1).all() and (backend.greedy_ids[19:] >= 0).all()
+
+
+def test_packed_weights_of_int8_leave_those_of_int8_dynamic_alone(tmp_path: Path) -> None:
+    """Its name begins with int8, too."""
+    spec = make_spec("llama")
+    for quantization in ("int8-dynamic", "int8"):
+        make_native(spec, quantization=quantization, cache_dir=tmp_path, fingerprint="f")
+    assert len(list(tmp_path.glob("packed-*.bin"))) == 2
+
+
+@pytest.mark.parametrize("form", [Format.Q8, Format.U8])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), 3e38])
+def test_broken_weights_do_not_become_numbers(library: ctypes.CDLL, form: Format, broken: float) -> None:
+    """Then the start finds out, instead of serving zeros in their place."""
+    weights = torch.full((3, 64), 0.5)
+    weights[1, 40] = broken
+    y = PackedMatrix(library, weights.numpy(), SourceType.FP32, form, 3, 64).times(torch.ones(1, 64).to(torch.bfloat16))
+    assert not y[0, 1].isfinite() and y[0, [0, 2]].isfinite().all()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from tokenizers import Tokenizer
 
 from nanoserve.bench.texts import ALICE
 from nanoserve.config import ServerConfig
-from nanoserve.errors import StartupError
+from nanoserve.errors import ConfigError, StartupError
 from nanoserve.hub.model_files import ModelFiles, read_model_files
 from nanoserve.hub.resolve import prepare
 from nanoserve.runner.backend import ForwardBackend, ForwardBatch
@@ -106,3 +109,14 @@ def test_gguf_blocks_give_the_logits_of_bfloat16(model: Model) -> None:
             assert torch.equal(_run(backend, model.ids, position, position + 1)[0], expected[position])
         assert torch.equal(_run(backend, model.ids, 193, 200), expected[193:])
     assert blocks.weights_bytes < 0.5 * plain.weights_bytes < 0.75 * both.weights_bytes
+
+
+@pytest.mark.parametrize("quantization", ["gguf", "int8-dynamic"])
+def test_a_model_whose_file_is_gone_is_not_served_with_other_weights(
+    model: Model, quantization: str, tmp_path: Path
+) -> None:
+    """Rounded values instead of blocks would be other answers under the same name and fingerprint."""
+    (tmp_path / "source.json").write_text(json.dumps({"parts": [str(tmp_path / "gone.gguf")]}))
+    moved = Model(dataclasses.replace(model.files, path=tmp_path), model.spec, model.ids, model.exact)
+    with pytest.raises(ConfigError, match=f"--quantization {quantization}.* is gone"):
+        moved.open(quantization)

@@ -258,7 +258,8 @@ class NativeBackend:
         )
         if options.fingerprint:
             save_packed(packed, cached)
-            for old in options.cache_dir.glob(f"{prefix}*.bin"):  # made by another version of the engine
+            # Made by another version of the engine. Not `prefix*`: that of int8 begins int8-dynamic's names, too.
+            for old in options.cache_dir.glob(f"{prefix}engine-*.bin"):
                 if old != cached:
                     old.unlink(missing_ok=True)
         return packed

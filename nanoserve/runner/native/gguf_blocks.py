@@ -1,7 +1,7 @@
 """The quantized blocks behind a converted model: from its source.json to the GGUF file and the rows in it.
 
-Used by `executor` for `--quantization gguf`: the converted directory holds float32 values, the file the 4- and 8-bit
-blocks they came from, which the engine can compute from directly.
+Used by `open`: the converted directory holds float32 values, the file the 4- and 8-bit blocks they came from, which the
+engine can compute from directly.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from nanoserve.hub.cache import SOURCE_FILE
 from nanoserve.hub.gguf_file import open_gguf
 from nanoserve.hub.gguf_weights import block_types, read_blocks
 from nanoserve.runner.native.library import SourceType
@@ -22,10 +23,15 @@ _Q5_0 = 6
 _KINDS = {int(kind): kind for kind in SourceType if kind.name.startswith("GGUF")} | {_Q5_0: SourceType.GGUF_Q8_0}
 
 
+def came_from_gguf(model_dir: Path) -> bool:
+    """Whether the directory was converted from a GGUF file, be that file still there or not."""
+    return (model_dir / SOURCE_FILE).is_file()
+
+
 def source_files(model_dir: Path) -> list[Path]:
     """The GGUF file's parts that the directory was converted from; empty when there is none, or it is gone."""
     try:
-        parts = json.loads((model_dir / "source.json").read_text(encoding="utf-8"))["parts"]
+        parts = json.loads((model_dir / SOURCE_FILE).read_text(encoding="utf-8"))["parts"]
         files = [Path(part) for part in parts]
     except (OSError, ValueError, KeyError, TypeError):
         return []

@@ -21,17 +21,21 @@ def open_native(
 ) -> NativeBackend:
     """The backend; `read` gives the checkpoint in a type and is called only where no packed weights are cached.
 
-    ConfigError when the GGUF blocks are asked for and the directory did not come from a GGUF file that is still there;
+    ConfigError when the GGUF blocks are asked for and the directory did not come from a GGUF file that is still there, or
+    it came from one and other weights than its blocks would give other logits (int8-dynamic);
     `NativeUnavailable` as in `NativeBackend`.
     """
     wants_blocks = options.quantization in ("auto", "gguf", "int8-dynamic")
 
     def kinds() -> Mapping[str, SourceType]:
         # Importing this takes 2 s (the gguf package imports tokenizers of all sorts): only where there is work to do.
-        from nanoserve.runner.native.gguf_blocks import read_kinds, source_files
+        from nanoserve.runner.native.gguf_blocks import came_from_gguf, read_kinds, source_files
 
         sources = source_files(files.path) if wants_blocks else []
-        if options.quantization == "gguf" and not sources:
+        asked = options.quantization
+        if not sources and asked == "int8-dynamic" and came_from_gguf(files.path):
+            raise ConfigError("--quantization int8-dynamic: the GGUF file that the model was converted from is gone")
+        if not sources and asked == "gguf":
             raise ConfigError("--quantization gguf: the model was not converted from a GGUF file, or that file is gone")
         return read_kinds(sources, files.config) if sources else {}
 

@@ -15,6 +15,7 @@ int source_row(int column, int n, bool paired) {
     return lane < 16 ? first + lane : n / 2 + first + lane - 16;
 }
 
+constexpr uint16_t kHalfNan = 0x7e00;
 uint16_t to_half(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
 
 // Where the quants of one group lie: scales first, then offsets of 4-bit ones, then q.
@@ -104,8 +105,12 @@ void pack_int8(uint8_t* panels, int format, const float* weights, int n, int k, 
             for (int group = 0; group < k / kGroup; ++group) {
                 const float* source = weights + static_cast<size_t>(row) * k + group * kGroup;
                 float top = 0;
-                for (int j = 0; j < kGroup; ++j) top = std::max(top, std::fabs(source[j]));
-                const uint16_t d = to_half(top / 127.f);
+                bool finite = true;  // a maximum passes over what is no number: such a group must not become zeros
+                for (int j = 0; j < kGroup; ++j) {
+                    top = std::max(top, std::fabs(source[j]));
+                    finite = finite && std::isfinite(source[j]);
+                }
+                const uint16_t d = finite ? to_half(top / 127.f) : kHalfNan;
                 const float rounded = _cvtsh_ss(d);  // quantize for the scale that is kept, not for the ideal one
                 writer.at(panel, group).set_scale(lane, d);
                 for (int j = 0; j < kGroup; ++j) {

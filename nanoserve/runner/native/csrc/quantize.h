@@ -35,7 +35,8 @@ class IntegerRows {
     int8_t* quants(int row) const { return reinterpret_cast<int8_t*>(memory_ + row * stride(k_)); }
     GroupScale* scales(int row) const { return reinterpret_cast<GroupScale*>(quants(row) + k_); }
     float* far(int row) const { return reinterpret_cast<float*>(scales(row) + k_ / kGroup); }
-    // x: k floats. A group with a value that is no number gets a scale that is none.
+    // x: k floats. A group with a value that is infinite or no number gets such a scale; one with values up to 1e-30 is 0.
+    // A group's sum must be finite, too: from 1e36 on it may not be.
     void write(int row, const float* x) const;
 
  private:
