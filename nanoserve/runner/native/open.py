@@ -21,9 +21,8 @@ def open_native(
 ) -> NativeBackend:
     """The backend; `read` gives the checkpoint in a type and is called only where no packed weights are cached.
 
-    ConfigError when the GGUF blocks are asked for and the directory did not come from a GGUF file that is still there, or
-    it came from one and other weights than its blocks would give other logits (int8-dynamic);
-    `NativeUnavailable` as in `NativeBackend`.
+    ConfigError when the GGUF blocks are asked for and the directory did not come from a GGUF file that is still there
+    ("int8-dynamic": came from one that is gone); `NativeUnavailable` as in `NativeBackend`.
     """
     wants_blocks = options.quantization in ("auto", "gguf", "int8-dynamic")
 
