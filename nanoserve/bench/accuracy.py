@@ -7,7 +7,6 @@ prompts (pieces of the text): share of tokens before the first that differs from
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from nanoserve.bench import program
+from nanoserve import bench
 from nanoserve.bench.texts import ALICE
 from nanoserve.config import ServerConfig
 from nanoserve.hub.model_files import ModelFiles, read_model_files
@@ -87,7 +86,7 @@ def _report(name: str, logits: torch.Tensor, exact: torch.Tensor, ids: list[int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog=program("accuracy"), description=__doc__)
+    parser = bench.parser("accuracy", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--variants", nargs="+", default=["torch-bfloat16", "none", "auto", "gguf", "int8"])
     parser.add_argument("--tokens", type=int, default=480, help="length of the text")

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import uvloop
 
-from nanoserve.bench import program
+from nanoserve import bench
 from nanoserve.bench.chaos import Server
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -180,8 +180,7 @@ def report(rounds: Sequence[dict[str, float]], streams: int) -> str:
 
 
 def main() -> int:
-    words = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog=program("api-cpu"), description=words)
+    parser = bench.parser("api-cpu", __doc__)
     parser.add_argument("--model", default="sim", help="as for launch_server")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--step-ms", type=float, default=20.0, help="time of one step of the sim model")

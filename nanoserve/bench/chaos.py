@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 
-from nanoserve.bench import program
+from nanoserve import bench
 from nanoserve.bench.stats import percentile
 
 VICTIMS = (("detok-0",), ("engine-0",), ("detok-0", "engine-0"))
@@ -209,7 +209,7 @@ def _judge(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog=program("chaos"), description=__doc__.splitlines()[0])
+    parser = bench.parser("chaos", __doc__)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=20)

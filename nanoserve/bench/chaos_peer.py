@@ -18,7 +18,7 @@ from pathlib import Path
 
 import aiohttp
 
-from nanoserve.bench import program
+from nanoserve import bench
 from nanoserve.bench.chaos import Stream, run_stream
 from nanoserve.bench.peers import ROOT, Peer, peers
 
@@ -102,7 +102,7 @@ async def _kill_under_load(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog=program("chaos-peer"), description=(__doc__ or "").splitlines()[0])
+    parser = bench.parser("chaos-peer", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=400)

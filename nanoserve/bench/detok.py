@@ -9,7 +9,6 @@ Making the decoder and the proof of its table are start-up and not counted; what
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 import msgspec
 from tokenizers.decoders import DecodeStream
 
-from nanoserve.bench import program
+from nanoserve import bench
 from nanoserve.bench.detok_frames import STEPS, frames, streams_of, text
 from nanoserve.bench.detok_process import measure_process
 from nanoserve.bench.stats import percentile, spread
@@ -157,7 +156,7 @@ def _summary(seen: dict[str, list[float]]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("detok"), description=__doc__)
+    parser = bench.parser("detok", __doc__)
     parser.add_argument("--tokenizer", default="smollm2-135m", help="as --tokenizer of the server")
     parser.add_argument("--json", metavar="FILE", help="write the medians there; - is the terminal, and nothing else")
     parser.add_argument("--vllm-python", metavar="PATH", help="an interpreter that can import vllm")

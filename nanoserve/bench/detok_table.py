@@ -10,7 +10,6 @@ window rule of SGLang; ours. The rules of others are written here from their des
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from tokenizers.decoders import DecodeStream
 
-from nanoserve.bench import program
+from nanoserve import bench
 from nanoserve.config import DetokConfig, ModelConfig, ServerConfig
 from nanoserve.detok.incremental import REPLACEMENT
 from nanoserve.detok.token_table import build_table
@@ -173,7 +172,7 @@ def count_wrong(tokenizer: HFTokenizer, num_strings: int = NUM_STRINGS, seed: in
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("detok-table"), description=__doc__)
+    parser = bench.parser("detok-table", __doc__)
     parser.add_argument("--tokenizer", default="smollm2-135m", help="as --tokenizer of the server")
     parser.add_argument("--strings", type=int, default=NUM_STRINGS, help="of each kind")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")

@@ -10,7 +10,6 @@ Medians over the steps of a round, then the median of the rounds with their rang
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-from nanoserve.bench import program
+from nanoserve import bench
 from nanoserve.bench.stats import spread
 from nanoserve.config import ServerConfig
 from nanoserve.engine.core import EngineCore
@@ -155,9 +154,7 @@ def report(rows: int, rounds: dict[str, list[Times]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog=program("host"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench.parser("host", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=["greedy", "sampled"])

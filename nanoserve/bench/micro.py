@@ -6,7 +6,6 @@ times a one-way ZMQ hop between two processes. One thread; median (min..max) of 
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import tempfile
 import time
@@ -17,7 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from nanoserve.bench import program
+from nanoserve import bench
 from nanoserve.bench.stats import percentile, spread
 from nanoserve.ipc.columns import pack_ids, unpack_ids
 from nanoserve.ipc.messages import TextBatch, TokenBatch
@@ -120,7 +119,7 @@ def _hop(size: int, count: int = 2000) -> list[float]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog=program("micro"), description=__doc__).parse_args()
+    bench.parser("micro", __doc__).parse_args()
     print("| message | bytes | encode us | decode us |\n|---|---|---|---|")
     for rows in (1, 32, 256):
         number = 200_000 // (rows + 20)

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanoserve.bench import program
+from nanoserve import bench
 from nanoserve.bench import serve as bench_serve
 from nanoserve.config import ModelConfig, ServerConfig
 from nanoserve.errors import StartupError
@@ -229,7 +229,7 @@ def ours(model: str, ways: list[str], first_port: int) -> Iterator[Peer]:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=program("peers"), description=__doc__)
+    parser = bench.parser("peers", __doc__)
     parser.add_argument("--model", default="smollm2-135m", help="as for launch_server")
     parser.add_argument("--ours", action="append", metavar="NAME:FLAGS", help="default: nanoserve with no flags")
     parser.add_argument(

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoserve.bench import program
+from nanoserve import bench
 from nanoserve.bench.client import WORKLOADS, run_workload
 from nanoserve.bench.peers import ROOT, ours, running
 from nanoserve.bench.stats import percentile, spread
@@ -61,7 +61,7 @@ def measure(url: str, model: str, name: str, rounds: int) -> dict[str, Any]:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=program("regress"), description=__doc__)
+    parser = bench.parser("regress", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument(
         "--flags",

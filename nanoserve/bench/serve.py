@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from nanoserve.bench import program
+from nanoserve import bench
 from nanoserve.bench.client import WORKLOADS, run_workload
 from nanoserve.bench.stats import spread
 
@@ -23,7 +23,7 @@ _COLUMNS = ("out_tok_s", "total_tok_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_m
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=program("serve"), description=__doc__)
+    parser = bench.parser("serve", __doc__)
     parser.add_argument(
         "--server", action="append", metavar="NAME=URL", help="base URL of a running server; may be repeated"
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import aiohttp
 
-from nanoserve.bench import program
+from nanoserve import bench
 from nanoserve.bench.chaos import Server
 
 _SAMPLE_S = 10.0
@@ -112,7 +112,7 @@ async def measure(options: argparse.Namespace) -> dict[str, list[Sample]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog=program("soak"), description=(__doc__ or "").splitlines()[0])
+    parser = bench.parser("soak", __doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--rate", type=float, default=0.0, help="requests a second in all; 0: as fast as they go")

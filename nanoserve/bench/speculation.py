@@ -8,13 +8,12 @@ greedy and sampled), `random` (random ids, where nothing can be looked up). Medi
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
 from random import Random
 
-from nanoserve.bench import program
+from nanoserve import bench
 from nanoserve.bench.stats import spread
 from nanoserve.bench.texts import ALICE
 from nanoserve.ipc.messages import EngineStats
@@ -94,7 +93,7 @@ def run_case(name: str, engines: dict[str, LLM], streams: int, max_tokens: int, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog=program("speculation"), description=__doc__)
+    parser = bench.parser("speculation", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--drafts", type=int, default=4, help="--speculative-num-tokens")
     parser.add_argument("--ngram-min", type=int, default=3, help="--speculative-ngram-min")

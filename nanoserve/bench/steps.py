@@ -6,7 +6,6 @@ with several --quantization values the rounds are interleaved. Medians with the 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import os
@@ -18,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from nanoserve.bench import program
+from nanoserve import bench
 from nanoserve.config import ServerConfig
 from nanoserve.hub.cache import cache_root
 from nanoserve.hub.model_files import read_model_files
@@ -94,7 +93,7 @@ def _times(run: Callable[[], object], seconds: float, clock: Callable[[], float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog=program("steps"), description=__doc__)
+    parser = bench.parser("steps", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--quantization", nargs="+", default=["auto"], help="with :int8 behind it: an int8 KV cache")
     parser.add_argument("--threads", type=int, default=0)

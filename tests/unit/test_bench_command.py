@@ -12,6 +12,7 @@ import pytest
 
 import nanoserve
 from nanoserve import __main__ as console
+from nanoserve import bench
 
 _PARTS = {"detok_vllm"}  # started by another benchmark, in an environment of its own
 
@@ -35,7 +36,7 @@ def test_a_benchmark_is_told_under_which_name_it_was_called(monkeypatch: pytest.
 @pytest.mark.parametrize("name", console._BENCHMARKS)
 def test_every_usage_line_is_the_way_it_was_started(name: str) -> None:
     file = Path(nanoserve.__file__).parent / "bench" / f"{name.replace('-', '_')}.py"
-    assert file.read_text(encoding="utf-8").count(f'prog=program("{name}")') == 1
+    assert file.read_text(encoding="utf-8").count(f'bench.parser("{name}", __doc__)') == 1
 
 
 def test_a_usage_line_is_a_command_that_works(
@@ -52,3 +53,27 @@ def test_a_usage_line_is_a_command_that_works(
     module = "nanoserve.bench.chaos_peer"
     monkeypatch.delitem(sys.modules, module, raising=False)
     assert usage(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)) == f"usage: python -m {module}"
+
+
+def test_help_says_every_default(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = bench.parser("steps", "One line.\n\nAnother part.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", nargs="+", default=[1, 8], help="how many")
+    parser.add_argument("--share", default="90%", help="of 100 %%")
+    parser.add_argument("--out", help="a file")
+    parser.add_argument("--save", action="store_true", help="keep them")
+    parser.add_argument("--extra", default={}, help="more")
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and "One line.\n\nAnother part.\n" in shown
+    words = " ".join(shown.partition("options:")[2].split())
+    assert "--seed SEED [0]" in words and "how many [1 8]" in words and "of 100 % [90%]" in words
+    assert words.endswith("--out OUT a file --save keep them --extra EXTRA more")
+
+
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.parser("steps", "").parse_args(["--bogus"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "python -m nanoserve.bench.steps: unrecognized arguments: --bogus\n"
