@@ -21,7 +21,22 @@ def test_every_benchmark_is_a_command() -> None:
     files = (Path(nanoserve.__file__).parent / "bench").glob("*.py")
     programs = {file.stem for file in files if "\ndef main(" in file.read_text(encoding="utf-8")}
     assert programs - _PARTS == {name.replace("-", "_") for name in console._BENCHMARKS}
-    assert all(name in console._USAGE for name in console._BENCHMARKS)
+
+
+def test_bench_help_lists_every_benchmark_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["bench", "--help"], ["bench", "-h"], ["bench"]):
+        assert console.main(argv) == 0
+        shown = capsys.readouterr()
+        lines = dict(line.split(None, 1) for line in shown.out.splitlines() if line.startswith("  "))
+        assert lines.keys() == set(console._BENCHMARKS) and not shown.err
+        assert not any("`python" in words or '"""' in words or len(words) < 20 for words in lines.values())
+    assert lines["steps"] == "Times of single steps of the CPU engine, beside a probe of memory bandwidth"
+
+
+def test_an_unknown_benchmark_is_said_to_be_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert console.main(["bench", "stesp"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("nanoserve: no benchmark is called 'stesp'; there are serve, ") and "detok-table" in line
 
 
 def test_a_benchmark_is_told_under_which_name_it_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
