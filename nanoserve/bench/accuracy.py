@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from nanoserve import bench
 from nanoserve.bench.texts import ALICE
+from nanoserve.bench.variants import HELP, QUANTIZATIONS, TORCH, variant
 from nanoserve.config import ServerConfig
 from nanoserve.hub.model_files import ModelFiles, read_model_files
 from nanoserve.hub.resolve import prepare
@@ -88,7 +89,14 @@ def _report(name: str, logits: torch.Tensor, exact: torch.Tensor, ids: list[int]
 def main() -> None:
     parser = bench.parser("accuracy", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--variants", nargs="+", default=["torch-bfloat16", "none", "auto", "gguf", "int8"])
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        type=variant(*TORCH),
+        default=["torch-bfloat16", "none", "auto", "gguf", "int8", "int8-dynamic"],
+        metavar="NAME",
+        help=f"{', '.join((*TORCH, *QUANTIZATIONS))}; {HELP}",
+    )
     parser.add_argument("--tokens", type=int, default=480, help="length of the text")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--answer", type=int, default=16, help="tokens of each greedy answer")

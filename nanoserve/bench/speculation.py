@@ -16,6 +16,7 @@ from random import Random
 from nanoserve import bench
 from nanoserve.bench.stats import spread
 from nanoserve.bench.texts import ALICE
+from nanoserve.bench.variants import QUANTIZATIONS
 from nanoserve.ipc.messages import EngineStats
 from nanoserve.offline import LLM, RequestOutput, SamplingParams
 
@@ -98,7 +99,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=4, help="--speculative-num-tokens")
     parser.add_argument("--ngram-min", type=int, default=3, help="--speculative-ngram-min")
     parser.add_argument("--threads", type=int, default=0, help="--engine-threads")
-    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto")
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--max-tokens", type=int, default=128)

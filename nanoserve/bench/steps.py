@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from nanoserve import bench
+from nanoserve.bench.variants import HELP, QUANTIZATIONS, variant
 from nanoserve.config import ServerConfig
 from nanoserve.hub.cache import cache_root
 from nanoserve.hub.model_files import read_model_files
@@ -95,7 +96,8 @@ def _times(run: Callable[[], object], seconds: float, clock: Callable[[], float]
 def main() -> None:
     parser = bench.parser("steps", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--quantization", nargs="+", default=["auto"], help="with :int8 behind it: an int8 KV cache")
+    names = f"{', '.join(QUANTIZATIONS)}; {HELP}"
+    parser.add_argument("--quantization", nargs="+", type=variant(), default=["auto"], metavar="NAME", help=names)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--decode", nargs="*", default=["1x256", "8x256", "32x256", "64x256"], help="ROWSxCONTEXT")
     parser.add_argument("--prefill", nargs="*", type=int, default=[512], help="tokens")

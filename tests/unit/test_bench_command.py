@@ -13,6 +13,7 @@ import pytest
 import nanoserve
 from nanoserve import __main__ as console
 from nanoserve import bench
+from nanoserve.bench.variants import QUANTIZATIONS, variant
 
 _PARTS = {"detok_vllm"}  # started by another benchmark, in an environment of its own
 
@@ -92,3 +93,46 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         bench.parser("steps", "").parse_args(["--bogus"])
     assert ended.value.code == 2
     assert capsys.readouterr().err == "python -m nanoserve.bench.steps: unrecognized arguments: --bogus\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("accuracy", "--variants", "bogus"),
+        ("accuracy", "--variants", "torch-int8"),
+        ("accuracy", "--variants", "none:bogus"),
+        ("steps", "--quantization", "bogus"),
+        ("steps", "--quantization", "torch-float32"),
+        ("speculation", "--quantization", "bogus"),
+    ],
+)
+def test_a_quantization_that_is_none_is_refused_in_one_line(
+    name: str, option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # also without a model: nothing may be opened before the names are known to be names
+    monkeypatch.setattr(sys, "argv", ["nanoserve", "bench", name, "--model", "/nothing/there", option, value])
+    with pytest.raises(SystemExit) as ended:
+        console.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith(f"nanoserve bench {name}: argument {option}: ") and value in line and "int8-dynamic" in line
+
+
+@pytest.mark.slow
+def test_accuracy_measures_every_quantization(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["nanoserve", "bench", "accuracy", "--help"])
+    with pytest.raises(SystemExit):
+        console.main()
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"torch-float32, torch-bfloat16, {', '.join(QUANTIZATIONS)}; with :int8 behind it" in words
+    shown = words.partition("an int8 KV cache [")[2].partition("]")[0].split()
+    assert set(shown) == {"torch-bfloat16", *QUANTIZATIONS}
+
+
+def test_variants_are_names_of_the_server() -> None:
+    assert [variant("torch-x")(name) for name in ("torch-x", "auto:int8", "int8-dynamic")] == [
+        "torch-x", "auto:int8", "int8-dynamic",
+    ]  # fmt: skip
