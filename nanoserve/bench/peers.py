@@ -121,8 +121,11 @@ def install_llama_cpp(root: Path) -> Path:
     return source
 
 
-def source_gguf(root: Path, source: Path, python: Path, model: str, model_dir: Path) -> Path:
-    """The GGUF behind the model, its parts joined; a model that has none is converted, by a Python with torch."""
+def source_gguf(root: Path, source: Path, model: str, model_dir: Path) -> Path:
+    """The GGUF behind the model, its parts joined; a model that has none is converted, for which vLLM is installed.
+
+    llama.cpp's converter needs torch and transformers, which vLLM's environment has.
+    """
     files = locate(model).files
     if len(files) == 1 and files[0].is_file():
         return files[0]
@@ -134,7 +137,7 @@ def source_gguf(root: Path, source: Path, python: Path, model: str, model_dir: P
                 for part in files:
                     out.write(part.read_bytes())
         else:
-            convert = source / "convert_hf_to_gguf.py"
+            python, convert = install_vllm(root) / "python", source / "convert_hf_to_gguf.py"
             _run(python, convert, model_dir, "--outtype", "bf16", "--outfile", unfinished)
         unfinished.rename(joined)
     return joined
@@ -159,10 +162,10 @@ def _preload(bin_dir: Path) -> str:
 
 
 def peers(root: Path, model: str, names: list[str], cores: int) -> Iterator[Peer]:
-    """The peers that can be had, ready to start."""
+    """Those of `names`, ready to start; nothing else is installed."""
     model_dir = prepare(ServerConfig(model=ModelConfig(model=model)), lambda stage, progress: None)
-    vllm_bin = install_vllm(root)
     for index, name in enumerate(name for name in VLLM_WAYS if name in names):
+        vllm_bin = install_vllm(root)
         env = {"LD_PRELOAD": _preload(vllm_bin), "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}"}
         env |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         limits = ["--max-model-len", "2048", "--max-num-seqs", "64", *VLLM_WAYS[name]]
@@ -171,7 +174,7 @@ def peers(root: Path, model: str, names: list[str], cores: int) -> Iterator[Peer
     wanted = [name for name in LLAMA_WAYS if name in names]
     if wanted:
         source = install_llama_cpp(root)
-        gguf = source_gguf(root, source, vllm_bin / "python", model, model_dir)
+        gguf = source_gguf(root, source, model, model_dir)
         server = str(source / "build/bin/llama-server")
         for index, name in enumerate(wanted):
             kind, flags = LLAMA_WAYS[name]
@@ -247,9 +250,9 @@ def main() -> None:
     args = _arguments(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the servers end with us
     args.root.mkdir(parents=True, exist_ok=True)
-    if shutil.which("cmake") is None:
-        sys.exit("cmake is needed to build llama.cpp")
     names = args.peer or list(USUAL)
+    if shutil.which("cmake") is None and any(name in LLAMA_WAYS for name in names):
+        sys.exit("cmake is needed to build llama.cpp")
     servers = [*ours(args.model, args.ours or ["nanoserve:"], 8100)]
     try:
         servers += peers(args.root, args.model, names, os.cpu_count() or 1)

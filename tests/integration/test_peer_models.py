@@ -1,11 +1,13 @@
-"""bench.peers: the GGUF that llama.cpp gets, out of a model's parts, and nothing half-made taken for finished."""
+"""bench.peers: what is installed, and the GGUF that llama.cpp gets, nothing half-made taken for finished."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from nanoserve.bench import peers
 from nanoserve.bench.peers import quantized_gguf, source_gguf
 
 _QUANTIZE = """#!/bin/sh
@@ -27,7 +29,7 @@ def llama_cpp(tmp_path: Path) -> Path:
 
 
 def _gguf(root: Path, llama_cpp: Path, model: Path) -> Path:
-    return source_gguf(root, llama_cpp, Path("no-python"), str(model), Path("prepared"))
+    return source_gguf(root, llama_cpp, str(model), Path("prepared"))
 
 
 def test_the_parts_of_a_model_are_joined_in_order(tmp_path: Path, llama_cpp: Path) -> None:
@@ -61,3 +63,33 @@ def test_what_a_failed_tool_left_is_made_again(tmp_path: Path, llama_cpp: Path) 
 
     assert made == tmp_path / "prepared-q4_0.gguf"
     assert made.read_text() == "made of weights as Q4_0"
+
+
+@pytest.mark.parametrize(
+    ("names", "installed"),
+    [
+        (["llama-gguf"], ["llama.cpp"]),
+        (["llama-gguf", "llama-q4-0"], ["llama.cpp"]),
+        (["vllm"], ["vllm"]),
+        (["vllm", "llama-gguf"], ["vllm", "llama.cpp"]),
+        ([], []),
+    ],
+)
+def test_only_the_peers_that_are_named_are_installed(
+    names: list[str], installed: list[str], tmp_path: Path, llama_cpp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_text("weights")
+    seen: list[str] = []
+
+    def install(name: str, path: Path) -> Callable[[Path], Path]:
+        return lambda root: (seen.append(name), path)[1]
+
+    monkeypatch.setattr(peers, "install_vllm", install("vllm", tmp_path / "vllm/bin"))
+    monkeypatch.setattr(peers, "install_llama_cpp", install("llama.cpp", llama_cpp))
+    monkeypatch.setattr(peers, "prepare", lambda config, progress: Path("prepared"))
+
+    ready = list(peers.peers(tmp_path, str(model), names, 2))
+
+    assert [peer.name for peer in ready] == names
+    assert seen == installed
