@@ -19,13 +19,25 @@ from nanoserve import bench
 from nanoserve.bench.client import WORKLOADS, run_workload
 from nanoserve.bench.stats import spread
 
+_DEFAULT = ("nanoserve", "http://127.0.0.1:8000")
 _COLUMNS = ("out_tok_s", "total_tok_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "tpot_p50_ms")
+
+
+def _named_url(text: str) -> tuple[str, str]:
+    name, _, url = text.partition("=")
+    if not name or not url.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=URL, such as {'='.join(_DEFAULT)}")
+    return name, url.rstrip("/")
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = bench.parser("serve", __doc__)
     parser.add_argument(
-        "--server", action="append", metavar="NAME=URL", help="base URL of a running server; may be repeated"
+        "--server",
+        action="append",
+        type=_named_url,
+        metavar="NAME=URL",
+        help=f"base URL of a running server; may be repeated; default: {'='.join(_DEFAULT)}",
     )
     parser.add_argument("--model", default="", help="model name to send; default: the server's first")
     parser.add_argument("--workload", action="append", choices=sorted(WORKLOADS), help="may be repeated; default: all")
@@ -40,16 +52,31 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-async def _first_model(base_url: str) -> str:
+class NoServer(Exception):
+    """One line: what was asked, and what came instead of a list of models."""
+
+
+async def _model_of(base_url: str, asked: str) -> str:
+    """`asked`, or what the server calls its first model. NoServer where none answers, or something else does."""
     import aiohttp
 
-    async with aiohttp.ClientSession() as session, session.get(f"{base_url}/v1/models") as response:
-        return str((await response.json())["data"][0]["id"])
+    url, timeout = f"{base_url}/v1/models", aiohttp.ClientTimeout(total=30)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as response:
+            if asked:
+                return asked
+            if response.status != 200:
+                raise NoServer(f"{url} answered {response.status}: is the server ready?")
+            return str((await response.json())["data"][0]["id"])
+    except (aiohttp.ContentTypeError, LookupError, TypeError, ValueError) as error:
+        raise NoServer(f"{url} does not answer as an OpenAI server's does") from error
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise NoServer(f"no server at {base_url}: {str(error) or 'no answer'}") from error
 
 
 async def _main(args: argparse.Namespace) -> int:
-    servers = dict(item.split("=", 1) for item in args.server or ["nanoserve=http://127.0.0.1:8000"])
-    models = {name: args.model or await _first_model(url) for name, url in servers.items()}
+    servers = dict(args.server or [_DEFAULT])
+    models = {name: await _model_of(url, args.model) for name, url in servers.items()}
     failures = 0
     print(f"| server | workload | runs | {' | '.join(_COLUMNS)} |\n|{'---|' * (3 + len(_COLUMNS))}")
     for workload in args.workload or sorted(WORKLOADS):
@@ -74,7 +101,11 @@ async def _main(args: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    sys.exit(asyncio.run(_main(_arguments(sys.argv[1:]))))
+    args = _arguments(sys.argv[1:])
+    try:
+        sys.exit(asyncio.run(_main(args)))
+    except NoServer as error:
+        sys.exit(f"bench serve: {error}")
 
 
 if __name__ == "__main__":
