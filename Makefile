@@ -59,7 +59,7 @@ tree: $(STAMP)-fast  ## docs/tree.md from the docstrings, docs/rules.md's column
 bench-peers: setup  ## nanoserve beside vLLM and llama.cpp, installed under .cache/peers (ARGS='-- --workload W1')
 	$(BIN)/python -m nanoserve.bench.peers $(ARGS)
 
-bench: setup  ## nanoserve alone on the workloads W1-W6, beside its last figures (ARGS='--workload W3')
+bench: setup  ## nanoserve alone on the workloads W1-W6, beside the last figures of this kind of machine (ARGS='--workload W3', --save)
 	$(BIN)/python -m nanoserve.bench.regress $(ARGS)
 
 clean:  ## forget the environment

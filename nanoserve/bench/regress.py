@@ -3,7 +3,7 @@
 A time means nothing on a machine that is a tenth slower in the next minute. So before each round a calibration runs,
 a matrix product on all cores, and the figure that is kept is throughput divided by its speed. `--save` writes these
 ratios to docs/bench-last.json; without it they are compared with that file, and a workload below `--tolerance` of its
-last ratio makes the exit code 1.
+last ratio makes the exit code 1. Ratios of another kind of machine say nothing here: then nothing is compared.
 
 Why not memory bandwidth for few streams: with weights of 4 bits a step of one row takes 8 % longer when the memory
 gives 48 instead of 78 GB/s (bench.steps), so dividing by it would add more than it takes away.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -44,6 +45,29 @@ def _best(call: Callable[[], object]) -> float:
         call()
         times.append(time.perf_counter() - began)
     return min(times)
+
+
+def machine() -> str:
+    """The kind of machine, for which ratios hold: the CPU's name, family and model, and how many CPUs we may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    pairs = (line.partition(":") for line in reversed(lines))  # of several CPUs the first one's words stay
+    facts = {key.strip(): value.strip() for key, _, value in pairs}
+    name, family, model = (facts.get(key, "-") for key in ("model name", "cpu family", "model"))
+    return f"{name}, family {family} model {model}, {len(os.sched_getaffinity(0))} CPUs"
+
+
+def last_ratios(file: Path, here: str) -> dict[str, float]:
+    """What `--save` kept in `file` on this kind of machine; of another kind nothing, and a word on stderr."""
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    there = kept.pop("machine", "a machine that has no name")
+    if kept and there != here:
+        kinds = f"{there}; this is {here}"
+        print(f"{file} is of another kind of machine ({kinds}): nothing is compared; see --save", file=sys.stderr)
+        return {}
+    return kept
 
 
 def measure(url: str, model: str, name: str, rounds: int) -> dict[str, Any]:
@@ -77,7 +101,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 
 def main() -> int:
     args = _arguments(sys.argv[1:])
-    last: dict[str, float] = json.loads(LAST.read_text()) if LAST.exists() else {}
+    here = machine()
+    last = last_ratios(LAST, here)
     (server,) = ours(args.model, [f"nanoserve:{args.flags}"], 8100)
     ratios: dict[str, float] = {}
     slower = []
@@ -86,13 +111,16 @@ def main() -> int:
         for name in args.workload or sorted(WORKLOADS):
             found = measure(server.url, args.model, name, args.rounds)
             ratios[name] = round(found["ratio"], 4)
-            share = found["ratio"] / last[name] if name in last else float("nan")
-            if share < args.tolerance:
-                slower.append(name)
-            cells = [name, found["out_tok_s"], spread(found["ratios"], 2), str(last.get(name, "-")), f"{share:.2f}"]
+            compared = ["-", "-"]
+            if name in last:
+                share = found["ratio"] / last[name]
+                compared = [str(last[name]), f"{share:.2f}"]
+                if share < args.tolerance:
+                    slower.append(name)
+            cells = [name, found["out_tok_s"], spread(found["ratios"], 2), *compared]
             print(f"| {' | '.join(cells)} |", flush=True)
     if args.save:
-        LAST.write_text(json.dumps(last | ratios, indent=1) + "\n")
+        LAST.write_text(json.dumps({"machine": here} | last | ratios, indent=1) + "\n")
     elif slower:
         print(f"slower than the last figures: {', '.join(slower)}", file=sys.stderr)
         return 1
