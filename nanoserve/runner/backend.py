@@ -38,6 +38,11 @@ class ForwardBackend(Protocol):
     batch_invariant: bool  # a row's logits are bit-equal alone and in any batch
     name: str
 
+    @property
+    def weights_bytes(self) -> int:
+        """Memory that the weights take, in the form the backend keeps them."""
+        ...
+
     def kv_bytes_per_block(self) -> int: ...
 
     def allocate_kv(self, num_blocks: int) -> None:

@@ -116,6 +116,10 @@ class Decoder:
         cap = self._spec.final_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
 
+    @property
+    def weights_bytes(self) -> int:
+        return self._take.num_bytes
+
     def matrices(self) -> list[torch.Tensor]:
         """The distinct shapes of weight matrices, one of each (the backend checks their kernels)."""
         first = self._layers[0]
@@ -129,6 +133,7 @@ class _Taker:
         self._weights = weights
         self._dtype = dtype
         self._device = device
+        self.num_bytes = 0  # taken so far
 
     def __call__(self, name: str) -> torch.Tensor:
         return self._claimed(self._take(name))
@@ -140,6 +145,7 @@ class _Taker:
         return self._weights.pop(name).to(device=self._device, dtype=self._dtype)
 
     def _claimed(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_bytes += tensor.nbytes
         if self._device.type == "cpu":
             claim("weights", tensor.data_ptr(), tensor.nbytes)
         return tensor

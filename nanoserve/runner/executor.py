@@ -78,7 +78,7 @@ def create_executor(config: ServerConfig, model_dir: Path, progress: Progress) -
         device=str(device),
         batch_invariant=backend.batch_invariant,
         attention_backend=backend.name,
-        weights_bytes=sum(int(np.prod(shape)) for shape in spec.tensor_shapes().values()) * dtype.itemsize,
+        weights_bytes=backend.weights_bytes,
         kv_bytes=num_blocks * backend.kv_bytes_per_block(),
         kv_cache_dtype=str(choose_kv_dtype(config.cache.kv_cache_dtype, dtype)).removeprefix("torch."),
     )

@@ -50,6 +50,10 @@ class TorchBackend:
         self._cache: PagedKVCache | None = None
         self._attention: PagedAttention | None = None
 
+    @property
+    def weights_bytes(self) -> int:
+        return self._decoder.weights_bytes
+
     def kv_bytes_per_block(self) -> int:
         return bytes_per_block(self._spec, self._block_size, self._kv_dtype)
 

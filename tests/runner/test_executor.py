@@ -17,7 +17,11 @@ from nanoserve.runner.executor import choose_device, choose_dtype, create_execut
 from nanoserve.runner.kv_cache import bytes_per_block, choose_num_blocks, free_memory
 from nanoserve.runner.loader import dummy_weights, load_weights
 from nanoserve.runner.models import read_model_spec, supported_architectures
+from nanoserve.runner.native import memory
+from nanoserve.runner.native.build import missing_cpu_features
+from nanoserve.runner.native.packing import ALIGNMENT
 from tests.runner import tiny
+from tests.runner.native_models import CONFIGS
 from tests.runner.plans import Driver
 
 pytestmark = pytest.mark.slow
@@ -93,18 +97,34 @@ def test_a_directory_is_served(reference, model_dir):
     assert facts.weights_bytes == 4 * sum(parameter.numel() for parameter in reference.parameters())
 
 
+@pytest.mark.skipif(bool(missing_cpu_features()), reason="the CPU lacks what the engine needs")
+def test_weights_are_counted_as_the_engine_keeps_them(tmp_path, monkeypatch):
+    """What /server_info says of the engine is what the memory ledger says of its process, for each quantization."""
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["llama"], "model_type": "llama"}))
+    claimed: dict[str, int] = {}
+    monkeypatch.setattr(memory, "claim", lambda owner, address, size: claimed.update({owner: size}))
+    told = {}
+    for quantization in ("none", "int8"):
+        model = ModelConfig(dtype="bfloat16", load_format="dummy", quantization=quantization)
+        facts = create(tmp_path, model=model, engine=EngineConfig(device="cpu", engine_threads=1))[1]
+        assert facts.attention_backend == "native"
+        assert 0 <= claimed["weights"] - facts.weights_bytes < ALIGNMENT
+        told[quantization] = facts.weights_bytes
+    assert told["int8"] < told["none"]
+
+
 def test_int8_keys_and_values_hold_more_tokens_in_the_same_memory(reference, model_dir):
-    memory = 1 << 20
+    kv_memory = 1 << 20
     spec = tiny.make_spec(reference)
     facts = {}
     for kv_dtype in ("auto", "bfloat16", "int8"):
-        cache = CacheConfig(kv_cache_memory=memory, kv_cache_dtype=kv_dtype)
+        cache = CacheConfig(kv_cache_memory=kv_memory, kv_cache_dtype=kv_dtype)
         facts[kv_dtype] = create(model_dir, cache=cache)[1]
     assert [facts[name].kv_cache_dtype for name in facts] == ["float32", "bfloat16", "int8"]
     per_head = {"auto": 4 * spec.head_dim, "bfloat16": 2 * spec.head_dim, "int8": spec.head_dim + 4}  # a key or a value
     for name, each in facts.items():
         block = 16 * 2 * spec.num_layers * spec.num_kv_heads * per_head[name]
-        assert (each.num_blocks, each.kv_bytes) == (memory // block, memory // block * block)
+        assert (each.num_blocks, each.kv_bytes) == (kv_memory // block, kv_memory // block * block)
 
 
 def test_sharded_is_the_same(reference, model_dir, tmp_path_factory):
