@@ -17,6 +17,7 @@ from nanoserve.api.http import read_json
 from nanoserve.api.respond import respond
 from nanoserve.api.results import ResponseFormat
 from nanoserve.api.schemas import BodyDecoder, ChatBody
+from nanoserve.errors import RequestError
 
 B = TypeVar("B", bound=msgspec.Struct)
 
@@ -26,10 +27,20 @@ async def answer_as_chat(
     decoder: BodyDecoder[B],
     to_chat: Callable[[B], ChatBody],
     make_format: Callable[[PreparedChat, B], ResponseFormat],
+    *,
+    messages_field: str = "messages",
 ) -> web.StreamResponse:
-    """The whole way of one request. RequestError for what is wrong with it, before the first byte."""
+    """The whole way of one request. RequestError for what is wrong with it, before the first byte.
+
+    `messages_field` is the protocol's own name of the messages, for `param`.
+    """
     context = request.app[CONTEXT]
     context.lifecycle.require_ready()
     decoded = await read_json(request, decoder)
-    chat = await prepare_chat(context, to_chat(decoded.body))
+    try:
+        chat = await prepare_chat(context, to_chat(decoded.body))
+    except RequestError as error:
+        if error.param == "messages":
+            error.param = messages_field
+        raise
     return await respond(request, context, chat.job(decoded.unknown_keys), make_format(chat, decoded.body))

@@ -48,6 +48,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = decoded.body
     checker.check_model_name(body.model)
     raw = bytes(body.sampling_params)
+    if raw != b"null" and not raw.startswith(b"{"):
+        raise RequestError("`sampling_params` must be an object.", param="sampling_params")
     sampling = _SAMPLING.decode(b"{}" if raw == b"null" else raw, strict=strict)
     valid = _check(checker, body, sampling.body)
     prompts, is_list = _prompts(body)

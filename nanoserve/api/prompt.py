@@ -13,7 +13,7 @@ import msgspec
 
 from nanoserve.api.encoding import Encoder
 from nanoserve.api.model import ServedModel
-from nanoserve.api.schemas import field_error, json_words
+from nanoserve.api.schemas import UNSUPPORTED_PARAMETER, json_words, problem
 from nanoserve.errors import RequestError
 
 MAX_PROMPTS = 1024
@@ -24,9 +24,15 @@ _TEXT = msgspec.json.Decoder(str)
 _TEXTS = msgspec.json.Decoder(list[str])
 _IDS = msgspec.json.Decoder(list[int])
 _ID_LISTS = msgspec.json.Decoder(list[list[int]])
+_SHAPES = "`{}` must be a string, a list of strings, token ids, or a list of them"
 _EMPTY = "A prompt must be provided and non-empty."
 _SPACES = b" \t\r\n"
 _MAX_ROLE_CHARS = 64
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_OTHER_PARTS = (  # those that are named in the refusal
+    *("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file", "input_file", "document"),
+    *("refusal", "tool_use", "tool_result", "thinking", "redacted_thinking"),
+)
 _BEGINNING = 8  # characters per token that is looked for: in most languages some two tokens
 _CUT_TOKENS = 64
 
@@ -59,12 +65,13 @@ def parse_prompt(raw: bytes, param: str = "prompt") -> list[Prompt]:
         if inner[:1].isdigit() or inner[:1] == b"-":
             return [Prompt(None, _IDS.decode(data))]
     except msgspec.ValidationError as error:
-        raise RequestError(f"Invalid `{param}`: {field_error(str(error)).message}", param=param) from None
+        words = f"{_SHAPES.format(param)}, all alike: {problem(str(error))}."
+        raise RequestError(words, param=param) from None
     except (msgspec.DecodeError, ValueError) as error:
         raise RequestError(json_words(str(error)), param=param) from None
     if not data or data == b"null" or inner[:1] == b"]":
         raise RequestError(_EMPTY, param=param)
-    raise RequestError(f"`{param}` must be a string, a list of strings, token ids, or a list of them.", param=param)
+    raise RequestError(f"{_SHAPES.format(param)}.", param=param)
 
 
 def _bounded(param: str, prompts: list[Prompt]) -> list[Prompt]:
@@ -213,8 +220,10 @@ def _text_of(part: Any) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
+    if isinstance(kind, str) and kind not in _TEXT_PARTS:
+        named = f"type {kind}" if kind in _OTHER_PARTS else "this type"
+        words = f"Content parts of {named} are not supported; this server takes text."
+        raise RequestError(words, param="messages", code=UNSUPPORTED_PARAMETER)
+    if isinstance(kind, str) and isinstance(part.get("text"), str):
         return str(part["text"])
-    if kind in ("image_url", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file", "refusal"):
-        raise RequestError(f"Content parts of type {kind} are not supported; this server takes text.", param="messages")
     raise RequestError("A content part must be an object with `type` text and a `text`.", param="messages")

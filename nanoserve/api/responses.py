@@ -19,7 +19,7 @@ from nanoserve.api.chat import PreparedChat
 from nanoserve.api.errors import envelope
 from nanoserve.api.http import new_id
 from nanoserve.api.results import Choice
-from nanoserve.api.schemas import BodyDecoder, ChatBody
+from nanoserve.api.schemas import UNSUPPORTED_PARAMETER, BodyDecoder, ChatBody
 from nanoserve.api.stream import Piece, RequestStream
 from nanoserve.errors import RequestError
 from nanoserve.ipc.messages import FinishReason, TextFinished
@@ -68,7 +68,7 @@ _ITEM_TYPES = frozenset({None, "message"})
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
-    return await answer_as_chat(request, _DECODER, _chat_body, ResponsesFormat)
+    return await answer_as_chat(request, _DECODER, _chat_body, ResponsesFormat, messages_field="input")
 
 
 def _chat_body(body: ResponsesBody) -> ChatBody:
@@ -80,7 +80,8 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
     elif body.input:
         for item in body.input:
             if item.get("type") not in _ITEM_TYPES:
-                raise RequestError("This server takes input items of type message only.", param="input")
+                words = "This server takes input items of type message only."
+                raise RequestError(words, param="input", code=UNSUPPORTED_PARAMETER)
             role = item.get("role")
             messages.append({"role": "system" if role == "developer" else role, "content": item.get("content")})
     else:

@@ -224,6 +224,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # Accepted without effect: they are for the sender's own books.
 IGNORED = frozenset({"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "extra_body"})
 
+UNSUPPORTED_PARAMETER = "unsupported_parameter"  # the `error_code` of what we know and do not do
 _PATH = re.compile(r" - at `\$\.?([^`\[.]*)[^`]*`$")
 _EXPECTED = re.compile(r"^Expected `([^`]+)`, got `([^`]+)`$")
 _MAX_WARNED_KEYS = 16
@@ -296,22 +297,27 @@ class BodyDecoder(Generic[B]):
         except (msgspec.DecodeError, RecursionError):
             value = object()
         if value is not None and not any(value == d and type(value) is type(d) for d in self._unsupported[key]):
-            raise RequestError(f"`{key}` is not supported by this server.", param=key, code="unsupported_parameter")
+            raise RequestError(f"`{key}` is not supported by this server.", param=key, code=UNSUPPORTED_PARAMETER)
 
 
 def field_error(words: str) -> RequestError:
     """msgspec's words with the field they are about; they never contain values of the input but enum strings."""
     match = _PATH.search(words)
     param = match.group(1) if match and match.group(1) else None
-    problem = words[: match.start()] if match else words
-    if problem.startswith("Invalid enum value"):
-        problem = "Invalid value"
-    expected = _EXPECTED.match(problem)
-    if expected:
-        problem = f"expected {expected.group(1).replace(' | null', '').replace('|', 'or')}, got {expected.group(2)}"
     if param is None:
-        return RequestError(f"The body is not what this endpoint takes: {problem}.")
-    return RequestError(f"Invalid `{param}`: {problem}.", param=param)
+        return RequestError(f"The body is not what this endpoint takes: {problem(words)}.")
+    return RequestError(f"Invalid `{param}`: {problem(words)}.", param=param)
+
+
+def problem(words: str) -> str:
+    """msgspec's words without the place, as we say them: `expected str, got array`."""
+    words = _PATH.sub("", words)
+    if words.startswith("Invalid enum value"):
+        return "Invalid value"
+    expected = _EXPECTED.match(words)
+    if expected:
+        return f"expected {expected.group(1).replace(' | null', '').replace('|', 'or')}, got {expected.group(2)}"
+    return words
 
 
 def json_words(words: str) -> str:

@@ -40,6 +40,12 @@ async def test_generate_refuses(api: Api, body: object) -> None:
     assert status == 400 and answer["error"]["code"] == 400
 
 
+@pytest.mark.parametrize("given", ["x", 3, [], True])
+async def test_sampling_params_that_are_no_object_are_named(api: Api, given: object) -> None:
+    status, answer = await api.post("/generate", {"text": "a", "sampling_params": given})
+    assert (status, answer["error"]["param"]) == (400, "sampling_params")
+
+
 async def test_generate_streams_deltas_and_logprobs(api: Api) -> None:
     def script(add: AddRequest) -> None:
         for position, char in enumerate("abc"):

@@ -271,6 +271,36 @@ async def test_every_protocol_refuses_what_would_change_the_answer(
     assert status == 400 and field in json.dumps(answer)
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}},
+        {"type": "input_image", "image_url": "http://127.0.0.1:1/x.png"},
+        {"type": "image", "source": {"type": "base64", "data": "AA=="}},
+        {"type": "input_audio", "input_audio": {}},
+        {"type": "tool_result", "tool_use_id": "1", "content": "x"},
+        {"type": "something-new", "text": "x"},
+    ],
+    ids=lambda part: part["type"],
+)
+async def test_parts_that_are_no_text_are_refused_as_what_we_do_not_do(api: Api, part: dict[str, object]) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]
+    for path, body, field in (
+        ("/v1/chat/completions", {"messages": messages}, "messages"),
+        ("/v1/chat/completions/render", {"messages": messages}, "messages"),
+        ("/v1/responses", {"input": messages}, "input"),
+        ("/v1/messages", {"messages": messages, "max_tokens": 1}, "messages"),
+        ("/v1/messages/count_tokens", {"messages": messages}, "messages"),
+        ("/tokenize", {"messages": messages}, "messages"),
+    ):
+        status, answer = await api.post(path, body)
+        error = answer["error"]
+        assert (status, error["param"], error["error_code"]) == (400, field, "unsupported_parameter"), path
+        assert "something-new" not in error["message"]
+    _, answer = await api.post("/v1/responses", {"input": [{"type": "function_call_output", "output": "x"}]})
+    assert answer["error"]["error_code"] == "unsupported_parameter"
+
+
 @pytest.mark.rule(26)
 async def test_context_error_names_the_limit(api: Api) -> None:
     _, body = await api.post(COMPLETIONS, {"prompt": [1] * CONTEXT})

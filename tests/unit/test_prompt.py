@@ -36,6 +36,18 @@ def test_anything_else_is_refused(raw: bytes) -> None:
     assert (caught.value.status, caught.value.param) == (400, "prompt")
 
 
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [(b'["x",3]', "expected str, got int"), (b'["x",["y"]]', "expected str, got array"),
+     (b'[3,"x"]', "expected int, got str"), (b"[[1],2]", "expected array, got int")],
+)  # fmt: skip
+def test_a_mixed_list_is_told_what_a_list_may_be(raw: bytes, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_prompt(raw)
+    shapes = "`prompt` must be a string, a list of strings, token ids, or a list of them"
+    assert caught.value.message == f"{shapes}, all alike: {words}."
+
+
 @pytest.mark.rule(26, 28)
 def test_length_rules() -> None:
     assert fit_max_tokens(10, 5, 16, 100, clip=False) == 5
@@ -68,7 +80,7 @@ def test_parts_equal_the_joined_string() -> None:
     [None, [], [{}], [{"role": 3, "content": "x"}], [{"role": "user"}], [{"role": "user", "content": 3}],
      [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
      [{"role": "user", "content": [{"text": "x"}]}], [{"role": "user", "content": [None]}],
-     [{"role": "assistant", "content": None}]],
+     [{"role": "assistant", "content": None}], [{"role": "user", "content": [{"type": 3, "text": "x"}]}]],
 )  # fmt: skip
 def test_messages_that_are_refused(messages: object) -> None:
     with pytest.raises(RequestError):
