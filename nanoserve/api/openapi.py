@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from nanoserve import __version__
+from nanoserve.api import bounds
 from nanoserve.api.access import ADMIN_PATHS
 from nanoserve.api.context import CONTEXT
 from nanoserve.api.messages import MessagesBody
@@ -107,7 +108,9 @@ def _document(names: tuple[str, ...], root_path: str) -> bytes:
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     for (struct, field), schema in _RAW_FIELDS.items():
         schemas[struct]["properties"][field] = schema
-    for schema in schemas.values():
+    for struct, schema in schemas.items():
+        for field, described in schema["properties"].items():
+            bounds.tell(struct, field, described)
         if "model" in schema["properties"]:
             schema["properties"]["model"] = {"enum": [*names, None], "default": None}
     schemas["Error"] = {

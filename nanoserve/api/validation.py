@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from nanoserve.api.bounds import ABOVE_LOW, INT32, INT64, MAX_BIAS, REAL, WHOLE
 from nanoserve.api.model import ServedModel
 from nanoserve.api.prompt import check_ids
 from nanoserve.api.schemas import RepetitionFields, SamplingFields
@@ -23,7 +24,6 @@ from nanoserve.stop_regex import compile_regex
 
 Number = TypeVar("Number", int, float)
 
-MAX_N = 128
 MAX_SEQUENCES = 2048  # prompts times n
 _MAX_STOP_CHARS = 1024
 _MAX_STOP_IDS = 256
@@ -35,10 +35,7 @@ _MAX_BAD_WORD_CHARS = 256
 _MAX_PATTERN = 256  # tokens; each token of the answer is compared with as many
 _MAX_LABEL = 128
 _MAX_SALT = 1024
-_INT32 = 2**31 - 1
-_INT64 = 2**63 - 1
 _GREEDY = 1e-5  # temperatures below are argmax
-_LEAST_REPETITION = 1e-3  # logits are divided by it, and by the temperature, and must stay finite as float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +110,8 @@ class Checker:
         stream = bool(body.stream)
         if body.stream_options is not None and not stream:
             raise RequestError("Stream options can only be defined when `stream=True`.", param="stream_options")
-        n = whole("n", body.n, 1, 1, MAX_N)
-        max_tokens = None if max_tokens is None else whole("max_tokens", max_tokens, 1, min_max_tokens, _INT32)
+        n = whole("n", body.n, 1, *WHOLE["n"])
+        max_tokens = None if max_tokens is None else whole("max_tokens", max_tokens, 1, min_max_tokens, INT32)
         if prompt_logprobs is None and body.prompt_logprobs is not None:
             prompt_logprobs = whole("prompt_logprobs", body.prompt_logprobs, 0, 0, self._max_logprobs)
             if stream:
@@ -123,7 +120,7 @@ class Checker:
         if n > 1 and sampling.temperature < _GREEDY:
             raise RequestError(f"n must be 1 when using greedy sampling, got {n}.", param="n")
         options = body.stream_options
-        truncate = whole("truncate_prompt_tokens", body.truncate_prompt_tokens, -1, -1, _INT32)
+        truncate = whole("truncate_prompt_tokens", body.truncate_prompt_tokens, -1, *WHOLE["truncate_prompt_tokens"])
         if body.truncate_prompt_tokens == 0:
             raise RequestError(
                 "truncate_prompt_tokens must be -1 or at least 1, got 0.", param="truncate_prompt_tokens"
@@ -131,13 +128,13 @@ class Checker:
         return ValidRequest(
             sampling=sampling,
             text=self._text_spec(body, stream, sampling.min_tokens),
-            seed=None if body.seed is None else whole("seed", body.seed, 0, -_INT64 - 1, _INT64),
+            seed=None if body.seed is None else whole("seed", body.seed, 0, *WHOLE["seed"]),
             n=n,
             max_tokens=max_tokens,
             stream=stream,
             include_usage=self._always_usage or bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
-            interval=whole("stream_interval", body.stream_interval, 1, 1, _INT32),
+            interval=whole("stream_interval", body.stream_interval, 1, *WHOLE["stream_interval"]),
             return_token_ids=bool(body.return_token_ids) or self._ids_only,
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             return_metrics=bool(body.return_metrics),
@@ -157,23 +154,23 @@ class Checker:
         self, body: SamplingFields, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
         defaults = self._model.defaults
-        min_tokens = whole("min_tokens", body.min_tokens, 0, 0, _INT32)
+        min_tokens = whole("min_tokens", body.min_tokens, 0, *WHOLE["min_tokens"])
         if max_tokens is not None and min_tokens > max_tokens:
             raise RequestError(
                 f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}.",
                 param="min_tokens",
             )
         repetition = _or(defaults.repetition_penalty, 1.0)
-        top_p = real("top_p", body.top_p, _or(defaults.top_p, 1.0), 0.0, 1.0, open_low=True)
-        top_k = whole("top_k", body.top_k, _or(defaults.top_k, 0), -1, _INT32)
+        top_p = real("top_p", body.top_p, _or(defaults.top_p, 1.0))
+        top_k = whole("top_k", body.top_k, _or(defaults.top_k, 0), *WHOLE["top_k"])
         return SamplingParams(
-            temperature=real("temperature", body.temperature, _or(defaults.temperature, 1.0), 0.0, 2.0),
+            temperature=real("temperature", body.temperature, _or(defaults.temperature, 1.0)),
             top_k=max(top_k, 0),
             top_p=top_p,
-            min_p=real("min_p", body.min_p, _or(defaults.min_p, 0.0), 0.0, 1.0),
-            presence_penalty=real("presence_penalty", body.presence_penalty, 0.0, -2.0, 2.0),
-            frequency_penalty=real("frequency_penalty", body.frequency_penalty, 0.0, -2.0, 2.0),
-            repetition_penalty=real("repetition_penalty", body.repetition_penalty, repetition, _LEAST_REPETITION, 10.0),
+            min_p=real("min_p", body.min_p, _or(defaults.min_p, 0.0)),
+            presence_penalty=real("presence_penalty", body.presence_penalty, 0.0),
+            frequency_penalty=real("frequency_penalty", body.frequency_penalty, 0.0),
+            repetition_penalty=real("repetition_penalty", body.repetition_penalty, repetition),
             repetition_detection=_repetition(body.repetition_detection),
             min_tokens=min_tokens,
             stop_token_ids=self._stop_token_ids(body.stop_token_ids),
@@ -225,7 +222,7 @@ class Checker:
         for key, value in bias.items():
             if not (key.isascii() and key.isdigit() and len(key) <= 10):
                 raise RequestError("logit_bias must have token ids as keys.", param="logit_bias")
-            parsed[int(key)] = min(max(value, -100.0), 100.0)
+            parsed[int(key)] = min(max(value, -MAX_BIAS), MAX_BIAS)
         check_ids(list(parsed), self._model.vocab_size, "logit_bias")
         return parsed
 
@@ -252,7 +249,7 @@ class Checker:
         return room if asked == -1 else min(asked, room)
 
     def _priority(self, priority: int | None) -> int:
-        value = whole("priority", priority, 0, -_INT32, _INT32)
+        value = whole("priority", priority, 0, *WHOLE["priority"])
         if value and not self._has_priorities:
             raise RequestError("`priority` needs a server with --scheduling-policy priority.", param="priority")
         return value
@@ -269,10 +266,12 @@ def whole(name: str, value: int | None, default: int, low: int, high: int) -> in
     return value
 
 
-def real(name: str, value: float | None, default: float, low: float, high: float, *, open_low: bool = False) -> float:
-    """A finite number within [low, high], or (low, high]."""
+def real(name: str, value: float | None, default: float) -> float:
+    """A finite number within its bounds."""
     if value is None:
         return default
+    low, high = REAL[name]
+    open_low = name in ABOVE_LOW
     if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise RequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value:g}.", param=name)
@@ -322,7 +321,7 @@ def _repetition(fields: RepetitionFields | None) -> RepetitionDetection | None:
     if not longest:
         return None
     return RepetitionDetection(
-        longest, max(shortest, 1), whole(f"{name}.min_count", fields.min_count or 0, 0, 2, _INT32)
+        longest, max(shortest, 1), whole(f"{name}.min_count", fields.min_count or 0, 0, 2, INT32)
     )
 
 
@@ -331,7 +330,7 @@ def _or(value: Number | None, default: Number) -> Number:
 
 
 def _seconds(name: str, value: float | None) -> float | None:
-    return None if value is None else real(name, value, 0.0, 0.0, 86_400.0, open_low=True)
+    return None if value is None else real(name, value, 0.0)
 
 
 def _bounded_text(name: str, value: str | None, limit: int) -> str:
@@ -341,4 +340,4 @@ def _bounded_text(name: str, value: str | None, limit: int) -> str:
 
 
 def _short(value: int) -> str:
-    return str(value) if -_INT64 <= value <= _INT64 else "a larger number"
+    return str(value) if -INT64 <= value <= INT64 else "a larger number"

@@ -165,6 +165,45 @@ async def test_the_description_names_every_answer(api: Api) -> None:
     assert answers >= {"200", "400", "401", "404", "408", "410", "413", "415", "417", "429", "431", "500", "503"}
 
 
+@pytest.mark.parametrize(
+    ("path", "least", "fields"),
+    [
+        (COMPLETIONS, {"prompt": "x"}, 15),
+        (CHAT, {"messages": [USER]}, 16),
+        ("/v1/responses", {"input": "hi"}, 6),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 1}, 6),
+    ],
+)
+async def test_the_description_tells_the_bounds_that_hold(
+    api: Api, path: str, least: dict[str, object], fields: int
+) -> None:
+    document = (await api.get("/openapi.json"))[1]
+    name = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    properties = document["components"]["schemas"][name.rpartition("/")[2]]["properties"]
+    numbers = {name: schema["anyOf"][0] for name, schema in properties.items() if "maximum" in str(schema)}
+    assert {"temperature", "top_p", "top_k", "timeout_s"} <= numbers.keys() and len(numbers) >= fields
+    if path == CHAT:
+        assert numbers["temperature"] == {"type": "number", "minimum": 0.0, "maximum": 2.0}
+        assert numbers["n"] == {"type": "integer", "minimum": 1, "maximum": 128}
+        assert numbers["top_p"] == {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0}
+    for field, schema in numbers.items():
+        step = 1 if schema["type"] == "integer" else 1e-4
+        low = schema["minimum"] - step if "minimum" in schema else schema["exclusiveMinimum"]
+        for value in (low, schema["maximum"] + step):
+            status, answer = await api.post(path, {**least, field: value})
+            assert status == 400 and "must be" in answer["error"]["message"], (field, value, answer)
+        if step < 1:  # a whole number at its bound may be too much of something else
+            lowest = schema.get("minimum", schema.get("exclusiveMinimum", 0) + step)
+            for value in (lowest, schema["maximum"]):
+                status, answer = await api.post(path, {**least, "timeout_s": 9, field: value})
+                assert status != 400, (field, value, answer)
+
+
+async def test_a_bias_beyond_100_counts_as_100(api: Api) -> None:
+    await api.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1, "logit_bias": {"5": 1e6, "6": -101, "7": 2.5}})
+    assert api.ring.added[-1].sampling.logit_bias == {5: 100.0, 6: -100.0, 7: 2.5}
+
+
 def _documented_routes() -> set[tuple[str, str]]:
     """Method and path of every row of the first column of the table in docs/http-api.md."""
     text = (Path(__file__).parents[2] / "docs/http-api.md").read_text(encoding="utf-8")
