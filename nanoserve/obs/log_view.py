@@ -98,7 +98,9 @@ def follow(directory: Path, process: str, level: str, out: TextIO) -> None:
 def main(argv: Sequence[str], out: TextIO = sys.stdout) -> int:
     parser = argparse.ArgumentParser(prog="nanoserve logs", description="the logs of all processes, merged by time")
     parser.add_argument("directory", type=Path, help="the --log-dir of the server")
-    parser.add_argument("--process", default="", metavar="NAME", help="only this one: engine-0, detok, ...")
+    parser.add_argument(
+        "--process", default="", metavar="NAME", help="only those whose name begins so: engine, detok-0, ..."
+    )
     parser.add_argument(
         "--level", default="debug", choices=[level.lower() for level in _LEVELS], help="and above; watchdog logs always"
     )
