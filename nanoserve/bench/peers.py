@@ -197,7 +197,7 @@ def running(peer: Peer, log_dir: Path) -> Iterator[None]:
             peer.command, stdout=log, stderr=log, env=os.environ | peer.env, start_new_session=True
         )
         try:
-            _wait_healthy(peer, process)
+            _wait_healthy(peer, process, log_dir / f"{peer.name}.log")
             yield
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -209,7 +209,8 @@ def running(peer: Peer, log_dir: Path) -> Iterator[None]:
                 process.wait()
 
 
-def _wait_healthy(peer: Peer, process: subprocess.Popen[bytes]) -> None:
+def _wait_healthy(peer: Peer, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Ends the benchmark with the last line of the server's log where it does not become ready."""
     ends = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < ends and process.poll() is None:
         try:
@@ -219,7 +220,8 @@ def _wait_healthy(peer: Peer, process: subprocess.Popen[bytes]) -> None:
         except (urllib.error.URLError, OSError):
             pass
         time.sleep(0.5)
-    raise RuntimeError(f"{peer.name} did not become healthy; see its log")
+    words = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it wrote nothing"]
+    sys.exit(f"{peer.name} did not become ready ({log}): {words[-1]}")
 
 
 def ours(model: str, ways: list[str], first_port: int) -> Iterator[Peer]:

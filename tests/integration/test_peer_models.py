@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,6 +64,16 @@ def test_what_a_failed_tool_left_is_made_again(tmp_path: Path, llama_cpp: Path) 
 
     assert made == tmp_path / "prepared-q4_0.gguf"
     assert made.read_text() == "made of weights as Q4_0"
+
+
+def test_a_server_that_cannot_start_is_one_line(tmp_path: Path) -> None:
+    """Such as nanoserve with a --quantization that there is not."""
+    code = "import sys; sys.exit('one\\nnanoserve: --quantization: bogus is none of them')"
+    with pytest.raises(SystemExit) as ended, peers.running(peers.Peer("a", [sys.executable, "-c", code], 1), tmp_path):
+        pass
+    assert ended.value.code == (
+        f"a did not become ready ({tmp_path}/a.log): nanoserve: --quantization: bogus is none of them"
+    )
 
 
 @pytest.mark.parametrize(
