@@ -139,8 +139,13 @@ def choose_formats(spec: ModelSpec, quantization: str, kinds: Mapping[str, Sourc
     for section, matrix in matrices(spec).items():
         stacked = {kinds.get(name) for name in matrix.names}
         blocks = _GGUF_FORMATS.get(stacked.pop(), Format.BF16) if len(stacked) == 1 else Format.BF16
-        kept = {"int8": Format.Q8, "gguf": blocks, "int8-dynamic": _INTEGERS[blocks]}
-        formats[section] = kept.get(quantization, Format.BF16)
+        formats[section] = {
+            "auto": Format.BF16,
+            "none": Format.BF16,
+            "gguf": blocks,
+            "int8": Format.Q8,
+            "int8-dynamic": _INTEGERS[blocks],
+        }[quantization]
         if quantization == "auto" and blocks != Format.BF16:
             formats[section + _FEW] = blocks
     return formats
