@@ -93,7 +93,7 @@ def main() -> None:
         "--variants",
         nargs="+",
         type=variant(*TORCH),
-        default=["torch-bfloat16", "none", "auto", "gguf", "int8", "int8-dynamic"],
+        default=["torch-bfloat16", *QUANTIZATIONS],
         metavar="NAME",
         help=f"{', '.join((*TORCH, *QUANTIZATIONS))}; {HELP}",
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanoserve.runner.backend import ForwardBackend
+from nanoserve.runner.backend import ForwardBackend, ForwardBatch
 from nanoserve.runner.models import read_model_spec
 from nanoserve.runner.models.spec import ModelSpec
 from nanoserve.runner.native.backend import NativeBackend, NativeOptions
@@ -126,6 +126,33 @@ def check_company(backend: ForwardBackend) -> None:
     ]
     for (_, start, count), part in zip(mixed, sequences.run(mixed), strict=True):
         assert torch.equal(part, alone[start : start + count])
+
+
+def batch_of(ids: list[int], logit_tokens: list[int], table: list[int]) -> ForwardBatch:
+    """The first tokens of one row."""
+    return ForwardBatch(
+        token_ids=np.array(ids, np.int32),
+        positions=np.arange(len(ids), dtype=np.int32),
+        row_starts=np.array([0, len(ids)], np.int32),
+        context_lens=np.array([len(ids)], np.int32),
+        block_tables=np.array([table], np.int32),
+        logit_tokens=np.array(logit_tokens, np.int32),
+    )
+
+
+def check_broken_row(backend: NativeBackend) -> None:
+    """A row of NaN beside a good one, then its blocks used again by another request."""
+    alone = logits_of(backend, [20])
+    poison, row_bytes = VOCAB - 1, backend._spec.hidden_size * 2
+    start = backend._packed.sections["embedding"].offset + poison * row_bytes
+    backend._packed.memory[start : start + row_bytes] = 0xFF  # NaN in bfloat16
+    sequences = Sequences(backend, 16, 160, 5)
+    good, bad = sequences.add(IDS[:20]), sequences.add([*IDS[:3], *[poison] * 13, *IDS[3:6]])
+    parts = sequences.run([(bad, 0, 19), (good, 0, 20)])
+    assert torch.isnan(parts[0][3:]).all() and torch.equal(parts[1], alone)
+    assert (backend.greedy_ids[3:19] == -1).all() and (backend.greedy_ids[19:] >= 0).all()
+    again = backend.forward(batch_of(IDS[:18], list(range(18)), sequences.table(bad)))
+    assert torch.equal(again, alone[:18])
 
 
 class PackedMatrix:

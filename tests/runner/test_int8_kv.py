@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import psutil
 import pytest
 import torch
 
-from nanoserve.runner.backend import ForwardBatch
 from nanoserve.runner.kv_cache import PagedKVCache, bytes_per_block
 from nanoserve.runner.native.build import missing_cpu_features
 from tests.runner.native_models import (
     CONFIGS,
     IDS,
-    VOCAB,
+    check_broken_row,
     check_company,
     error_of,
     logits_of,
@@ -107,26 +105,7 @@ def test_company_changes_no_bit(name: str) -> None:
 
 @needs_cpu
 def test_a_broken_row_fails_alone() -> None:
-    """A row of NaN beside a good one, then its blocks used again by another request."""
-    spec = make_spec("llama")
-    backend = make_native(spec, kv_dtype=torch.int8)
-    alone = logits_of(backend, [20])
-    poison = VOCAB - 1
-    start = backend._packed.sections["embedding"].offset + poison * spec.hidden_size * 2
-    backend._packed.memory[start : start + spec.hidden_size * 2] = 0xFF  # NaN in bfloat16
-    sequences = Sequences(backend, 16, 160, 5)
-    good, bad = sequences.add(IDS[:20]), sequences.add([*IDS[:3], *[poison] * 13, *IDS[3:6]])
-    parts = sequences.run([(bad, 0, 19), (good, 0, 20)])
-    assert torch.isnan(parts[0][3:]).all() and torch.equal(parts[1], alone)
-    again = ForwardBatch(
-        token_ids=np.array(IDS[:18], np.int32),
-        positions=np.arange(18, dtype=np.int32),
-        row_starts=np.array([0, 18], np.int32),
-        context_lens=np.array([18], np.int32),
-        block_tables=np.array([sequences.table(bad)], np.int32),
-        logit_tokens=np.arange(18, dtype=np.int32),
-    )
-    assert torch.equal(backend.forward(again), alone[:18])
+    check_broken_row(make_native(make_spec("llama"), kv_dtype=torch.int8))
 
 
 @needs_cpu

@@ -15,8 +15,8 @@ from nanoserve.runner.native import build
 from nanoserve.runner.native.library import Format, SourceType, load_library
 from tests.runner.native_models import (
     IDS,
-    VOCAB,
     PackedMatrix,
+    check_broken_row,
     check_company,
     error_of,
     logits_of,
@@ -161,17 +161,7 @@ def test_threads_and_a_lost_core_change_no_bit(slow: int) -> None:
 
 
 def test_a_broken_row_fails_alone() -> None:
-    spec = make_spec("llama")
-    backend = make_native(spec, **_HOW)
-    alone = logits_of(backend, [20])
-    poison = VOCAB - 1
-    start = backend._packed.sections["embedding"].offset + poison * spec.hidden_size * 2
-    backend._packed.memory[start : start + spec.hidden_size * 2] = 0xFF  # NaN in bfloat16
-    sequences = Sequences(backend, 16, 160, 5)
-    good, bad = sequences.add(IDS[:20]), sequences.add([*IDS[:3], *[poison] * 13, *IDS[3:6]])
-    parts = sequences.run([(bad, 0, 19), (good, 0, 20)])
-    assert torch.isnan(parts[0][3:]).all() and torch.equal(parts[1], alone)
-    assert (backend.greedy_ids[3:19] == -1).all() and (backend.greedy_ids[19:] >= 0).all()
+    check_broken_row(make_native(make_spec("llama"), **_HOW))
 
 
 def test_packed_weights_of_int8_leave_those_of_int8_dynamic_alone(tmp_path: Path) -> None:

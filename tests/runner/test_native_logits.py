@@ -16,6 +16,8 @@ from tests.runner.native_models import (
     CONFIGS,
     IDS,
     VOCAB,
+    batch_of,
+    check_broken_row,
     check_company,
     error_of,
     logits_of,
@@ -86,8 +88,8 @@ def test_a_thread_that_loses_its_core_changes_no_bit(name: str, slow: int) -> No
     sequences.run([(row, 0, 19 + i) for i, row in enumerate(rows)])
     for i, part in enumerate(sequences.run([(row, 19 + i, 1) for i, row in enumerate(rows)])):
         assert torch.equal(part[0], whole[19 + i])
-    greedy = backend.forward_greedy(_batch(IDS[:4], [3], [5]))
-    assert greedy[0] == int(backend.forward(_batch(IDS[:4], [3], [5]))[0].argmax())
+    greedy = backend.forward_greedy(batch_of(IDS[:4], [3], [5]))
+    assert greedy[0] == int(backend.forward(batch_of(IDS[:4], [3], [5]))[0].argmax())
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gemma3"])
@@ -108,43 +110,32 @@ def test_decode_batches_of_every_size_change_no_bit(name: str) -> None:
             assert torch.equal(part[0], alone[19 + i])
 
 
-def _batch(ids: list[int], logit_tokens: list[int], table: list[int]) -> ForwardBatch:
-    return ForwardBatch(
-        token_ids=np.array(ids, np.int32),
-        positions=np.arange(len(ids), dtype=np.int32),
-        row_starts=np.array([0, len(ids)], np.int32),
-        context_lens=np.array([len(ids)], np.int32),
-        block_tables=np.array([table], np.int32),
-        logit_tokens=np.array(logit_tokens, np.int32),
-    )
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_only_asked_logits_and_greedy_ids(name: str) -> None:
     backend = make_native(make_spec(name))
     for count in (3, 40):  # the few-row path normalizes in each thread
         table = [5, 9, 2][: -(-count // 16)]
-        everything = backend.forward(_batch(IDS[:count], list(range(count)), table)).clone()
+        everything = backend.forward(batch_of(IDS[:count], list(range(count)), table)).clone()
         assert np.array_equal(backend.greedy_ids, everything.argmax(1).numpy())
         some = [0, 2, count - 1] if count > 3 else [2]
-        assert torch.equal(backend.forward(_batch(IDS[:count], some, table)), everything[some])
+        assert torch.equal(backend.forward(batch_of(IDS[:count], some, table)), everything[some])
         assert np.array_equal(
-            backend.forward_greedy(_batch(IDS[:count], some, table)), everything[some].argmax(1).numpy()
+            backend.forward_greedy(batch_of(IDS[:count], some, table)), everything[some].argmax(1).numpy()
         )
-        assert backend.forward(_batch(IDS[:count], [], table)).shape == (0, VOCAB)
+        assert backend.forward(batch_of(IDS[:count], [], table)).shape == (0, VOCAB)
 
 
 def test_memory_for_the_logits_of_a_prompt_is_given_back() -> None:
     """A step's worth of prompt scores takes half a gigabyte with Gemma's vocabulary. Streams' own stays."""
     backend = make_native(make_spec("llama"))
     table = list(range(40))
-    alone = backend.forward(_batch(IDS[:600], [599], table)).clone()
-    backend.forward(_batch(IDS[:600], list(range(600)), table))
+    alone = backend.forward(batch_of(IDS[:600], [599], table)).clone()
+    backend.forward(batch_of(IDS[:600], list(range(600)), table))
     assert backend._logits.memory.shape[0] == 600
-    assert torch.equal(backend.forward(_batch(IDS[:600], [599], table)), alone)
+    assert torch.equal(backend.forward(batch_of(IDS[:600], [599], table)), alone)
     assert backend._logits.memory.shape[0] == 1
-    backend.forward(_batch(IDS[:600], list(range(100)), table))
-    assert torch.equal(backend.forward(_batch(IDS[:600], [599], table)), alone)
+    backend.forward(batch_of(IDS[:600], list(range(100)), table))
+    assert torch.equal(backend.forward(batch_of(IDS[:600], [599], table)), alone)
     assert backend._logits.memory.shape[0] == 100
 
 
@@ -152,7 +143,7 @@ def test_keys_and_values_are_written_when_no_logits_are_asked() -> None:
     backend = make_native(make_spec("llama"))
     whole = logits_of(backend, [40])
     backend.allocate_kv(160)
-    backend.forward(_batch(IDS[:39], [], [7, 8, 9]))
+    backend.forward(batch_of(IDS[:39], [], [7, 8, 9]))
     last = ForwardBatch(
         token_ids=np.array(IDS[39:40], np.int32),
         positions=np.array([39], np.int32),
@@ -165,20 +156,7 @@ def test_keys_and_values_are_written_when_no_logits_are_asked() -> None:
 
 
 def test_a_broken_row_fails_alone() -> None:
-    """A row of NaN beside a good one, then its blocks used again by another request."""
-    spec = make_spec("llama")
-    backend = make_native(spec)
-    alone = logits_of(backend, [20])
-    poison = VOCAB - 1
-    start = backend._packed.sections["embedding"].offset + poison * spec.hidden_size * 2
-    backend._packed.memory[start : start + spec.hidden_size * 2] = 0xFF  # NaN in bfloat16
-    sequences = Sequences(backend, 16, 160, 5)
-    good, bad = sequences.add(IDS[:20]), sequences.add([*IDS[:3], *[poison] * 13, *IDS[3:6]])
-    parts = sequences.run([(bad, 0, 19), (good, 0, 20)])
-    assert torch.isnan(parts[0][3:]).all() and torch.equal(parts[1], alone)
-    assert (backend.greedy_ids[3:19] == -1).all() and (backend.greedy_ids[19:] >= 0).all()
-    again = backend.forward(_batch(IDS[:18], list(range(18)), sequences.table(bad)))
-    assert torch.equal(again, alone[:18])
+    check_broken_row(make_native(make_spec("llama")))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
@@ -196,9 +174,9 @@ def test_scores_that_overflow_break_the_rows_that_see_them(kv_dtype: torch.dtype
     backend = NativeBackend(spec, lambda: Weights(weights, {}), options)
     backend.allocate_kv(160)
     ids = [min(token, VOCAB - 2) for token in IDS[:700]]
-    clean = backend.forward(_batch(ids, list(range(700)), list(range(44)))).clone()
+    clean = backend.forward(batch_of(ids, list(range(700)), list(range(44)))).clone()
     ids[300] = poison
-    broken = backend.forward(_batch(ids, list(range(700)), list(range(44))))
+    broken = backend.forward(batch_of(ids, list(range(700)), list(range(44))))
     assert clean.isfinite().all() and torch.equal(broken[:300], clean[:300])
     assert broken[300:].isnan().all() and (backend.greedy_ids[300:] == -1).all()
 
@@ -207,8 +185,8 @@ def test_bad_indices_are_refused() -> None:
     backend = make_native(make_spec("llama"), num_blocks=8)
     for ids, table in (([VOCAB], [0]), ([-1], [0]), ([1], [8]), ([1], [-1]), ([1] * 17, [0])):
         with pytest.raises(ValueError, match=r"token id|block table"):
-            backend.forward(_batch(ids, [0], table))
-    good = _batch([1, 2], [0, 1], [3])
+            backend.forward(batch_of(ids, [0], table))
+    good = batch_of([1, 2], [0, 1], [3])
     for position in (-1, backend._max_positions):
         with pytest.raises(ValueError, match="position"):
             backend.forward(dataclasses.replace(good, positions=np.array([0, position], np.int32)))

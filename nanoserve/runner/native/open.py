@@ -43,7 +43,7 @@ def open_native(
 
         sources = source_files(files.path) if wants_blocks else []
         # int8 starts from float32, so that a weight is rounded once and not twice.
-        tensors = read(torch.float32 if options.quantization.startswith("int8") else torch.bfloat16)
+        tensors = read(torch.float32 if options.quantization in ("int8", "int8-dynamic") else torch.bfloat16)
         return Weights(tensors, read_rows(sources, files.config) if sources else {})
 
     return NativeBackend(spec, load, options, progress, kinds)

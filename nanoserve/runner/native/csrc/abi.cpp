@@ -127,7 +127,8 @@ void ns_pack(uint8_t* panels, int32_t format, const void* source, int32_t type, 
         const int total = num_panels(n), begin = Phases::share_begin(total, thread, team.size());
         const int end = Phases::share_begin(total, thread + 1, team.size());
         if (type == 0) return pack_bf16(panels, static_cast<const bf16*>(source), n, k, paired != 0, begin, end);
-        if (type == 1) return pack_int8(panels, format, static_cast<const float*>(source), n, k, paired != 0, begin, end);
+        if (type == 1)
+            return pack_int8(panels, format, static_cast<const float*>(source), n, k, paired != 0, begin, end);
         pack_gguf(panels, format, static_cast<const uint8_t*>(source), type, n, k, paired != 0, begin, end);
     });
 }
@@ -142,7 +143,7 @@ void ns_matmul(const NsLinear* raw, const uint16_t* x, int32_t m, float* y, int3
     const IntegerRows integers(memory.data(), weight.k);
     std::vector<float> wide(weight.k);
     for (int row = 0; row < m && !memory.empty(); ++row) {
-        for (int i = 0; i < weight.k; i += 16) _mm512_storeu_ps(wide.data() + i, load_bf16(x + static_cast<size_t>(row) * weight.k + i));
+        widen(wide.data(), x + static_cast<size_t>(row) * weight.k, weight.k);
         integers.write(row, wide.data());
     }
     team.run([&](int thread) {

@@ -1,7 +1,6 @@
 #include "attention.h"
 
 #include <cmath>
-#include <limits>
 
 #include "attention_kernels.h"
 
@@ -142,9 +141,10 @@ void soften(const Block& block, const View& view, int group, int window, const S
     });
     each_row([&](int i, const float* scores, const Seen<CLEAN>& seen) {
         bf16* probs = scratch.probs + i * kSegmentTokens;
-        sum[i] = SCALED ? scaled_numerators(scores, probs, view.num_pages, seen, most[i], pages.value_scales + view.begin)
+        const auto* scales = pages.value_scales + view.begin;
+        sum[i] = SCALED ? scaled_numerators(scores, probs, view.num_pages, seen, most[i], scales)
                         : numerators(scores, probs, view.num_pages, seen, most[i]);
-        if (!std::isfinite(most[i])) sum[i] = std::numeric_limits<float>::quiet_NaN();  // and not 0: that is masked
+        if (!std::isfinite(most[i])) sum[i] = kNotANumber;  // and not 0: that is masked
     });
 }
 

@@ -4,8 +4,6 @@
 // and of tokens whatever rows it is computed with.
 #pragma once
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <utility>
 
 #include "kv.h"
@@ -146,7 +144,7 @@ float largest(const float* scores, int num_pages, const Seen<CLEAN>& seen, float
         first_top = _mm512_max_ps(first_top, first), second_top = _mm512_max_ps(second_top, second);
         broken |= _mm512_cmp_ps_mask(first, second, _CMP_UNORD_Q);
     }
-    return broken ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(_mm512_max_ps(first_top, second_top));
+    return broken ? kNotANumber : _mm512_reduce_max_ps(_mm512_max_ps(first_top, second_top));
 }
 
 // Softmax numerators of one row, rounded to bf16, and the sum that they are to be divided by. Each page has its own

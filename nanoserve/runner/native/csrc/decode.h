@@ -18,8 +18,7 @@ struct Q4Columns {
     __m512i q0, q1;
     void start(const uint8_t* group, int half) {
         const __m256i* scales = reinterpret_cast<const __m256i*>(group) + half;
-        const __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256(scales)),
-                     m = _mm512_cvtph_ps(_mm256_loadu_si256(scales + 2));
+        const __m512 d = load_half(scales), m = load_half(scales + 2);
         d0 = _mm512_permutexvar_ps(low_columns(), d), d1 = _mm512_permutexvar_ps(high_columns(), d);
         m0 = _mm512_permutexvar_ps(low_columns(), m), m1 = _mm512_permutexvar_ps(high_columns(), m);
     }
@@ -41,7 +40,7 @@ struct Q8Columns {
     __m512 d0, d1;
     const __m128i* q;
     void start(const uint8_t* group, int half) {
-        const __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(group) + half));
+        const __m512 d = load_half(reinterpret_cast<const __m256i*>(group) + half);
         d0 = _mm512_permutexvar_ps(low_columns(), d), d1 = _mm512_permutexvar_ps(high_columns(), d);
     }
     void load(const uint8_t* group, int half, int k16) {

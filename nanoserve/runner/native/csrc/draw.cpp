@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <vector>
 
 #include "simd.h"
@@ -18,7 +17,6 @@ namespace {
 
 constexpr int kLanes = 16, kPiece = 256, kTopPiece = 64;
 constexpr int kLevels = 40, kLevelsAtOnce = 4;  // what is less likely than 2^-40 of the top is one more level
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kGreedyTemperature = 1e-5f;
 
 struct Row {

@@ -1,7 +1,6 @@
 // What every product's tile shares: what it fetches on the way, and what becomes of its sums.
 #pragma once
 #include <algorithm>
-#include <limits>
 
 #include "gemm.h"
 
@@ -9,8 +8,6 @@ namespace ns {
 
 // KV pages that one tile fetches at the most: more would crowd out the misses of its own operands.
 inline constexpr int kMostPages = 4;
-
-inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 struct ProductTile {
     const GemmJob& job;
@@ -23,6 +20,8 @@ struct ProductTile {
     int num_kv_pages = 0;
     int kv_lines = 0;  // per page and 32 k
 };
+
+using TileFunction = void (*)(const ProductTile&, int row);
 
 inline __attribute__((always_inline)) void fetch_kv(const ProductTile& tile, int k0) {
     const size_t begin = static_cast<size_t>(k0 / kGroup) * tile.kv_lines * 64;

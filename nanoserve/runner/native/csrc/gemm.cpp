@@ -94,7 +94,6 @@ void run_tile(const ProductTile& tile, int row) {
         run_plain<ROWS>(tile, row);
 }
 
-using TileFunction = void (*)(const ProductTile&, int);
 template <int FORMAT, int... ROWS>
 constexpr std::array<TileFunction, sizeof...(ROWS) + 1> tiles_of(std::integer_sequence<int, ROWS...>) {
     return {nullptr, run_tile<FORMAT, ROWS + 1>...};
@@ -103,6 +102,7 @@ template <int FORMAT>
 constexpr auto kTiles = tiles_of<FORMAT>(std::make_integer_sequence<int, FORMAT == kBf16 ? kTileRows : kFusedRows>{});
 
 TileFunction tile_function(int format, int rows) {
+    if (is_integer(format)) return integer_tile_function(format, rows);
     return format == kQ4 ? kTiles<kQ4>[rows] : format == kQ8 ? kTiles<kQ8>[rows] : kTiles<kBf16>[rows];
 }
 
@@ -170,9 +170,9 @@ void gemm(Phases& phases, int thread, const GemmJob& job, bf16* scratch) {
         KvShare kv(job.kv_ahead, item, cut.items(job.m), weight.k);
         ProductTile tile{job, packed, scratch, panel, ahead};
         int format = form.format;
+        const int lines = (static_cast<int>(group_bytes(format) / 64) + tiles - 1) / tiles;
         if (is_integer(format)) {
-            const int lines = static_cast<int>((group_bytes(format) + 63) / 64);
-            tile.ahead_lines = (lines + tiles - 1) / tiles;
+            tile.ahead_lines = lines;
         } else if (format != kBf16 && end - begin > kFusedRows) {
             format == kQ4 ? decode_panel<Q4Columns, kQ4>(tile) : decode_panel<Q8Columns, kQ8>(tile);
             tile.packed = reinterpret_cast<const uint8_t*>(scratch);
@@ -180,13 +180,12 @@ void gemm(Phases& phases, int thread, const GemmJob& job, bf16* scratch) {
         } else if (format == kBf16) {
             // Many tiles read a panel once from DRAM and then from cache: fetching the next one meanwhile keeps DRAM
             // busy. A single tile streams, which the hardware's own prefetching does better (6 ms a step against 6.6).
-            const int lines = (kGroup + tiles - 1) / tiles;  // a panel has one line per k
             tile.ahead_lines = tiles > 1 || next < 0 ? lines : 0;
         }
         for (int i = 0, row = begin; i < tiles; ++i) {  // rows spread evenly: 32 is 11 + 11 + 10, not 12 + 12 + 8
             const int rows = (end - row + tiles - i - 1) / (tiles - i);
             kv.give(tile, tiles - i);
-            is_integer(format) ? run_integer_tile(tile, format, row, rows) : tile_function(format, rows)(tile, row);
+            tile_function(format, rows)(tile, row);
             tile.ahead += static_cast<size_t>(tile.ahead_lines) * 64 * (weight.k / kGroup);
             if (tile.ahead >= ahead + bytes) tile.ahead_lines = 0;
             row += rows;

@@ -56,7 +56,8 @@ inline size_t panel_bytes(int format, int k) { return static_cast<size_t>(k) / k
 // others ups; a panel then holds 16 gates and their 16 ups.
 void pack_bf16(uint8_t* panels, const bf16* weights, int n, int k, bool paired, int first_panel, int last_panel);
 // The same from fp32 to kQ8 or kU8: symmetric, one scale per 32 weights of a row, nearest.
-void pack_int8(uint8_t* panels, int format, const float* weights, int n, int k, bool paired, int first_panel, int last_panel);
+void pack_int8(uint8_t* panels, int format, const float* weights, int n, int k, bool paired, int first_panel,
+               int last_panel);
 // From GGUF rows as they are in the file: Q8_0 {fp16 d; int8 q[32]}, Q4_0 {fp16 d; nibbles[16]}, Q4_1 {fp16 d, m; ...}.
 enum GgufType : int { kGgufQ4_0 = 2, kGgufQ4_1 = 3, kGgufQ8_0 = 8 };
 void pack_gguf(uint8_t* panels, int format, const uint8_t* rows, int type, int n, int k, bool paired, int first_panel,

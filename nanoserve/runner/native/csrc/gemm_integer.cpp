@@ -11,12 +11,6 @@ inline const T* of_row(const T* first, int row, size_t stride) {
     return reinterpret_cast<const T*>(reinterpret_cast<const uint8_t*>(first) + row * stride);
 }
 
-inline __m512i broadcast_four(const int8_t* source) {
-    int four;
-    std::memcpy(&four, source, 4);
-    return _mm512_set1_epi32(four);
-}
-
 // Adds weights [4 k][32 columns] times four neighbouring values of each row, as integers.
 template <int ROWS>
 inline __attribute__((always_inline)) void multiply_four(const int8_t* x, size_t stride, __m512i low, __m512i high,
@@ -49,10 +43,6 @@ inline __attribute__((always_inline)) void multiply_group(const uint8_t* quants,
         for (int k = 0; k < kGroup; k += 4, quants += 128)
             multiply_four<ROWS>(x + k, stride, _mm512_loadu_si512(quants), _mm512_loadu_si512(quants + 64), dots);
     }
-}
-
-inline __m512 load_half(const uint8_t* source) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
 }
 
 // Scales and offsets of a group's weights, which are d * u + m; sixteen columns each.
@@ -113,8 +103,8 @@ inline __attribute__((always_inline)) void add_far(uint32_t which, const Weights
     }
 }
 
-// ROWS rows by a panel's 32 columns. A row's sum takes its groups in order and then each group's far values, whatever the
-// tile: the same row gives the same bits in every batch.
+// ROWS rows by a panel's 32 columns. A row's sum takes its groups in order, each with its far values behind it, whatever
+// the tile: the same row gives the same bits in every batch.
 template <int FORMAT, int ROWS>
 void run_tile(const ProductTile& tile, int row) {
     const IntegerRows& rows = tile.job.integers;
@@ -142,7 +132,6 @@ void run_tile(const ProductTile& tile, int row) {
     finish<ROWS>(tile, row, acc);
 }
 
-using TileFunction = void (*)(const ProductTile&, int);
 template <int FORMAT, int... ROWS>
 constexpr std::array<TileFunction, sizeof...(ROWS) + 1> tiles_of(std::integer_sequence<int, ROWS...>) {
     return {nullptr, run_tile<FORMAT, ROWS + 1>...};
@@ -152,8 +141,6 @@ constexpr auto kTiles = tiles_of<FORMAT>(std::make_integer_sequence<int, kIntege
 
 }  // namespace
 
-void run_integer_tile(const ProductTile& tile, int format, int row, int rows) {
-    (format == kU4 ? kTiles<kU4> : kTiles<kU8>)[rows](tile, row);
-}
+TileFunction integer_tile_function(int format, int rows) { return (format == kU4 ? kTiles<kU4> : kTiles<kU8>)[rows]; }
 
 }  // namespace ns

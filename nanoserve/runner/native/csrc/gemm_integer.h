@@ -7,6 +7,6 @@ namespace ns {
 // Rows in one register tile: 6 x 2 sums of integers and as many of floats, 4 weights, a mask and a broadcast.
 constexpr int kIntegerTileRows = 6;
 
-void run_integer_tile(const ProductTile& tile, int format, int row, int rows);
+TileFunction integer_tile_function(int format, int rows);
 
 }  // namespace ns

@@ -95,7 +95,8 @@ void pack_bf16(uint8_t* panels, const bf16* weights, int n, int k, bool paired, 
     }
 }
 
-void pack_int8(uint8_t* panels, int format, const float* weights, int n, int k, bool paired, int first_panel, int last_panel) {
+void pack_int8(uint8_t* panels, int format, const float* weights, int n, int k, bool paired, int first_panel,
+               int last_panel) {
     const GroupWriter writer{panels, format, k};
     for (int panel = first_panel; panel < last_panel; ++panel) {
         std::memset(panels + panel * panel_bytes(format, k), 0, panel_bytes(format, k));

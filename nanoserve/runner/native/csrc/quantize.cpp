@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "simd.h"
 
@@ -10,7 +9,6 @@ namespace ns {
 namespace {
 
 constexpr float kMost = 127.f;
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLeast = 1e-30f;  // a group of smaller values is 0: their reciprocals would overflow
 
 constexpr int kTogether = 4;  // groups that are rounded together
@@ -29,8 +27,8 @@ inline __m128 largest_of_four(const __m512 (&v)[kTogether]) {
         half[i] = _mm256_max_ps(_mm512_castps512_ps256(v[i]), _mm512_extractf32x8_ps(v[i], 1));
     const __m256 low = _mm256_max_ps(_mm256_unpacklo_ps(half[0], half[1]), _mm256_unpackhi_ps(half[0], half[1]));
     const __m256 high = _mm256_max_ps(_mm256_unpacklo_ps(half[2], half[3]), _mm256_unpackhi_ps(half[2], half[3]));
-    const __m256 lanes =
-        _mm256_max_ps(_mm256_shuffle_ps(low, high, _MM_SHUFFLE(1, 0, 1, 0)), _mm256_shuffle_ps(low, high, _MM_SHUFFLE(3, 2, 3, 2)));
+    const __m256 lanes = _mm256_max_ps(_mm256_shuffle_ps(low, high, _MM_SHUFFLE(1, 0, 1, 0)),
+                                       _mm256_shuffle_ps(low, high, _MM_SHUFFLE(3, 2, 3, 2)));
     return _mm_max_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
 }
 
@@ -106,8 +104,7 @@ inline void round_groups(const float* x, int8_t* q, GroupScale* scales, Row& row
     if (row.broken)  // a maximum may pass over what is no number
         for (int part = 0; part < 2 * GROUPS; ++part)
             if (_mm512_cmp_ps_mask(values[part], values[part], _CMP_UNORD_Q))
-                scale = _mm_mask_mov_ps(scale, static_cast<__mmask8>(1 << (part / 2)),
-                                        _mm_set1_ps(std::numeric_limits<float>::quiet_NaN()));
+                scale = _mm_mask_mov_ps(scale, static_cast<__mmask8>(1 << (part / 2)), _mm_set1_ps(kNotANumber));
     __m128 sum = _mm_mul_ps(scale, _mm_cvtepi32_ps(sums_of_four(bytes[0], bytes[1])));
     __m128 bits = _mm_castsi128_ps(far), firsts = _mm_castsi128_ps(first);
     _MM_TRANSPOSE4_PS(scale, sum, bits, firsts);

@@ -8,8 +8,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 namespace ns {
+
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+inline constexpr float kNotANumber = std::numeric_limits<float>::quiet_NaN();
 
 using bf16 = uint16_t;
 
@@ -22,14 +26,26 @@ inline void store_bf16(bf16* target, __m512 value) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(value)));
 }
 
+inline __m512 load_half(const void* source) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(source)));
+}
+
+// n, a multiple of 16, bf16 values as floats.
+inline void widen(float* target, const bf16* source, int n) {
+    for (int i = 0; i < n; i += 16) _mm512_storeu_ps(target + i, load_bf16(source + i));
+}
+
 inline __m512bh load_pairs(const void* source) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(source)); }
 
-// Two neighbouring bf16 values, repeated in all sixteen lanes.
-inline __m512bh broadcast_pair(const bf16* source) {
-    int pair;
-    std::memcpy(&pair, source, 4);
-    return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+// Four neighbouring bytes, repeated in all sixteen lanes.
+inline __m512i broadcast_four(const void* source) {
+    int four;
+    std::memcpy(&four, source, 4);
+    return _mm512_set1_epi32(four);
 }
+
+// Two neighbouring bf16 values, the same way.
+inline __m512bh broadcast_pair(const bf16* source) { return reinterpret_cast<__m512bh>(broadcast_four(source)); }
 
 inline void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
 // For what is needed much later: past the first-level cache, from where it moves on to the shared one.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <limits>
 
 #include "draw.h"
 
@@ -163,7 +162,7 @@ bool Step::make_buffers() {
     best_ = arena.take<Best>(threads_ * logit_rows);
     finished_ = arena.take<std::atomic<int>>(groups);
     for (size_t i = 0; i < groups; ++i) new (finished_ + i) std::atomic<int>(0);
-    std::fill(best_, best_ + threads_ * logit_rows, Best{-std::numeric_limits<float>::infinity(), 0});
+    std::fill(best_, best_ + threads_ * logit_rows, Best{-kInfinity, 0});
     return true;
 }
 
@@ -237,15 +236,14 @@ void Step::prepare_row(int thread, int row, const Input& input, int integer_k) {
         rms_norm(x, input.norm, hidden, config_.norm_eps,
                  [&](int i, __m512 v) { integer_k ? _mm512_storeu_ps(wide + i, v) : store_bf16(h + i, v); });
     } else {
-        const bf16* x = input.x + static_cast<size_t>(row) * integer_k;
-        for (int i = 0; i < integer_k; i += 16) _mm512_storeu_ps(wide + i, load_bf16(x + i));
+        widen(wide, input.x + static_cast<size_t>(row) * integer_k, integer_k);
     }
     if (integer_k) integers(thread, integer_k).write(row, wide);
 }
 
 // out (+)= weight * input
-void Step::multiply(int thread, const Linear& weight, const Input& input, int rows, Epilogue epilogue, void* out, int ld,
-                    const uint8_t* next, const KvPages& kv_ahead) {
+void Step::multiply(int thread, const Linear& weight, const Input& input, int rows, Epilogue epilogue, void* out,
+                    int ld, const uint8_t* next, const KvPages& kv_ahead) {
     const int integer_k = is_integer(weight.form(rows).format) ? weight.k : 0;
     const bool prepares = input.norm || integer_k;
     if (prepares && !private_rows_) {
@@ -256,8 +254,8 @@ void Step::multiply(int thread, const Linear& weight, const Input& input, int ro
     if (prepares && private_rows_)
         for (int row = 0; row < rows; ++row) prepare_row(thread, row, input, integer_k);
     Best* best = best_ + static_cast<size_t>(thread) * batch_.logit_rows;
-    const GemmJob job{&weight, input.x ? input.x : normed(thread), integers(thread, weight.k), rows, epilogue, out, ld,
-                      best,    next,                               kv_ahead};
+    const bf16* x = input.x ? input.x : normed(thread);
+    const GemmJob job{&weight, x, integers(thread, weight.k), rows, epilogue, out, ld, best, next, kv_ahead};
     gemm(model_.phases, thread, job, decoded_ + static_cast<size_t>(thread) * decoded_stride_);
 }
 
