@@ -1,19 +1,24 @@
-"""KV memory becomes real ahead of its use, as far as the lead reaches, and its contents stay."""
+"""KV memory becomes real ahead of its use, further while no step runs, and its contents stay."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nanoserve.runner.native import prefault
+from nanoserve.runner.native.build import missing_cpu_features
 from nanoserve.runner.native.memory import allocate
+from tests.runner.native_models import IDS, batch_of, make_native, make_spec
 
 pytestmark = pytest.mark.slow
 
+MIB = 1 << 20
 STRIPES, BLOCKS, BLOCK_BYTES = 3, 64, 1 << 18  # of each stripe: 16 MiB
 
 
@@ -32,26 +37,109 @@ def wait_for(ahead: prefault.Prefault, num_bytes: int) -> None:
     assert ahead.num_bytes == num_bytes
 
 
-def test_memory_is_real_a_lead_ahead_of_the_highest_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefault, "LEAD_BYTES", 4 * STRIPES << 20)
-    memory = allocate(STRIPES * BLOCKS * BLOCK_BYTES)
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+    monkeypatch.setattr(prefault, "LEAD_BYTES", 4 * STRIPES * MIB)
+    monkeypatch.setattr(prefault, "LEAD_AT_REST_BYTES", 4 * STRIPES * MIB)
+    monkeypatch.setattr(prefault, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(prefault, "others_run", lambda: False)
+    return allocate(STRIPES * BLOCKS * BLOCK_BYTES)
+
+
+def test_memory_is_real_a_lead_ahead_of_the_highest_block(memory: np.ndarray) -> None:
     memory[5] = 77
     ahead = prefault.Prefault(memory, STRIPES, BLOCKS)
     try:
-        wait_for(ahead, 4 << 20)
+        wait_for(ahead, 4 * MIB)
         stripes = memory.reshape(STRIPES, -1)
-        assert all(num_real(stripe[: 4 << 20]) == 4 << 20 for stripe in stripes)
-        assert all(num_real(stripe[8 << 20 :]) == 0 for stripe in stripes), "that is more than the lead"
-        ahead.use(3)  # 1 MiB of each stripe
-        wait_for(ahead, 4 << 20)
-        ahead.use(BLOCKS // 2 - 1)
-        wait_for(ahead, 12 << 20)
-        assert all(num_real(stripe[: 12 << 20]) == 12 << 20 for stripe in stripes)
-        ahead.use(BLOCKS - 1)
-        wait_for(ahead, 16 << 20)
+        assert all(num_real(stripe[: 4 * MIB]) == 4 * MIB for stripe in stripes)
+        assert all(num_real(stripe[8 * MIB :]) == 0 for stripe in stripes), "that is more than the lead"
+        ahead.begin_step()
+        ahead.end_step(3)  # 1 MiB of each stripe
+        wait_for(ahead, 4 * MIB)
+        ahead.end_step(7)
+        wait_for(ahead, 6 * MIB)
+        assert all(num_real(stripe[: 6 * MIB]) == 6 * MIB for stripe in stripes)
+        ahead.end_step(BLOCKS - 1)
+        wait_for(ahead, 16 * MIB)
         ahead._thread.join(10)
         assert not ahead._thread.is_alive(), "there is nothing left to do"
         assert memory[5] == 77
         assert np.count_nonzero(memory) == 1
     finally:
         ahead.close()
+
+
+@pytest.mark.parametrize(
+    "lead, at_rest", [pytest.param(1, 12, id="twice what is in use"), pytest.param(8, 14, id="a lead of its own")]
+)
+def test_while_no_step_runs_the_lead_is_larger(
+    lead: int, at_rest: int, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefault, "LEAD_AT_REST_BYTES", lead * STRIPES * MIB)
+    ahead = prefault.Prefault(memory, STRIPES, BLOCKS)
+    try:
+        ahead.begin_step()
+        ahead.end_step(23)  # uses 6 MiB
+        ahead.begin_step()
+        wait_for(ahead, 10 * MIB)
+        time.sleep(prefault.REST_SECONDS + 10 * prefault.POLL_SECONDS)
+        wait_for(ahead, 10 * MIB)  # no more, for a step runs
+        assert all(num_real(stripe[10 * MIB :]) == 0 for stripe in memory.reshape(STRIPES, -1))
+        ahead.end_step(23)
+        wait_for(ahead, at_rest * MIB)
+        assert all(num_real(stripe[: at_rest * MIB]) == at_rest * MIB for stripe in memory.reshape(STRIPES, -1))
+    finally:
+        ahead.close()
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        pytest.param("REST_SECONDS", 60.0, id="one step follows another"),
+        pytest.param("others_run", lambda: True, id="other processes are busy"),
+    ],
+)
+def test_it_goes_no_further_than_the_lead(
+    name: str, value: Any, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefault, name, value)
+    ahead = prefault.Prefault(memory, STRIPES, BLOCKS)
+    try:
+        ahead.begin_step()
+        ahead.end_step(23)
+        wait_for(ahead, 10 * MIB)
+        time.sleep(0.05 + 10 * prefault.POLL_SECONDS)
+        wait_for(ahead, 10 * MIB)
+    finally:
+        ahead.close()
+
+
+@pytest.mark.parametrize(
+    "text, busy", [("0.5 0.4 0.3 9999/20000 7", True), ("9.5 9.4 9.3 1/20000 7", False), ("", False)]
+)
+def test_others_run_where_more_threads_run_than_there_are_cores(text: str, busy: bool, tmp_path: Path) -> None:
+    (tmp_path / "loadavg").write_text(text)
+    assert prefault.others_run(tmp_path / "loadavg") == busy
+    assert not prefault.others_run(tmp_path / "none")
+
+
+@pytest.mark.skipif(bool(missing_cpu_features()), reason="the CPU lacks what the engine needs")
+def test_a_step_tells_which_blocks_it_used_and_when_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault, "LEAD_BYTES", 0)
+    monkeypatch.setattr(prefault, "LEAD_AT_REST_BYTES", 0)
+    monkeypatch.setattr(prefault, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(prefault, "others_run", lambda: False)
+    spec = make_spec("llama")
+    num_blocks = 64 * MIB * spec.num_layers // make_native(spec).kv_bytes_per_block()
+    backend = make_native(spec, num_blocks=num_blocks)
+    ahead = backend._prefault
+    assert ahead is not None
+    assert ahead.num_bytes == 0
+    backend.forward(batch_of(IDS[:3], [2], [num_blocks // 4 - 1]))
+    wait_for(ahead, 32 * MIB)  # twice what is in use, as no step runs now
+    with pytest.raises(ValueError, match="block table"):
+        backend.forward(batch_of(IDS[:3], [2], [num_blocks]))
+    backend.forward(batch_of(IDS[:3], [2], [num_blocks // 2 - 1]))
+    wait_for(ahead, 64 * MIB)
+    backend.close()

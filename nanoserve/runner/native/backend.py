@@ -220,11 +220,14 @@ class NativeBackend:
             self._indices_address = self._indices.ctypes.data  # asking for it costs more than the copy below
         np.concatenate(parts, out=self._indices[: ends[-1]])
         raw = Batch(*sizes, -1, *(self._indices_address + 4 * end for end in ends[:-1]))
-        if fault := self._library.ns_model_step(self._model, ctypes.byref(raw), logits, greedy_ids.ctypes.data, draws):
+        if self._prefault is not None:
+            self._prefault.begin_step()
+        fault = self._library.ns_model_step(self._model, ctypes.byref(raw), logits, greedy_ids.ctypes.data, draws)
+        if self._prefault is not None:
+            self._prefault.end_step(raw.highest_block)
+        if fault:
             raise self._error(BatchFault(fault))
         self.greedy_ids = greedy_ids
-        if self._prefault is not None:
-            self._prefault.use(raw.highest_block)
 
     def _error(self, fault: BatchFault) -> Exception:
         if fault is BatchFault.MEMORY:

@@ -1,11 +1,13 @@
-"""Makes KV memory real a little ahead of its use, so that no step pays for pages that nobody touched before.
+"""Makes KV memory real ahead of its use, so that no step pays for pages that nobody touched before.
 
 Used by `backend`. A thread of the engine process, which the system runs only where a core has nothing else to do.
 
 The layers lie one after the other, so a step whose requests come to fresh blocks touches a fresh huge page in every
-layer, all at once. In a virtual machine whose host has to find that memory first a huge page takes 2.4 ms: 140 ms in
+layer, all at once. In a virtual machine whose host has to find that memory first a huge page takes 2 to 5 ms: 140 ms in
 one step, or 10 % of the time in which a prompt is computed. To touch everything at the start would take seconds, and
-the memory of a pool that may never be used; hence a lead over the blocks in use.
+the memory of a pool that may never be used; hence a lead over the blocks in use. And even idle priority takes its time
+from a step (the system does not leave off in the middle of a huge page), so while nothing runs the lead is larger: a
+server that rests now and then has its memory before the load asks for it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import ctypes
 import mmap
 import os
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +26,16 @@ import numpy.typing as npt
 _PIECE = 2 << 20  # bytes at a time: a huge page
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; elsewhere memory becomes real when it is touched
 LEAD_BYTES = 256 << 20
+LEAD_AT_REST_BYTES = 512 << 20  # or as much as is in use, if that is more
 LEAST_BYTES = 64 << 20  # a smaller pool is not worth a thread
+REST_SECONDS = 0.05  # without a step, and the engine rests
+_LOAD = Path("/proc/loadavg")
+POLL_SECONDS = 0.2  # between looks at whether it rests
 
 
 class Prefault:
-    """Keeps the first blocks of `memory` real: those up to the last one used, and LEAD_BYTES more.
+    """Keeps the first blocks of `memory` real: those up to the last one used, and LEAD_BYTES more; at rest
+    LEAD_AT_REST_BYTES more, or twice those in use.
 
     `memory` is [num_stripes][num_blocks] with equal bytes for each block: one stripe per layer.
     """
@@ -35,8 +44,11 @@ class Prefault:
         self._memory = memory
         self._stripe_bytes = memory.nbytes // num_stripes
         self._block_bytes = self._stripe_bytes / max(num_blocks, 1)
-        self._lead = LEAD_BYTES // num_stripes  # bytes of each stripe
-        self._wanted = min(self._lead, self._stripe_bytes)
+        self._lead, self._lead_at_rest = LEAD_BYTES // num_stripes, LEAD_AT_REST_BYTES // num_stripes
+        self._wanted = min(self._lead, self._stripe_bytes)  # bytes of each stripe
+        self._wanted_at_rest = min(self._lead_at_rest, self._stripe_bytes)
+        self._in_step = False
+        self._step_ended = 0.0  # time.monotonic()
         self._wake = threading.Event()
         self._wake.set()
         self._stopping = False
@@ -44,11 +56,18 @@ class Prefault:
         self._thread = threading.Thread(target=self._work, name="prefault", daemon=True)
         self._thread.start()
 
-    def use(self, block: int) -> None:
-        """A step uses blocks up to this one. Costs nothing but for new heights."""
-        wanted = int((block + 1) * self._block_bytes) + self._lead
-        if wanted >= self._wanted + _PIECE:
-            self._wanted = min(wanted, self._stripe_bytes)
+    def begin_step(self) -> None:
+        self._in_step = True
+
+    def end_step(self, highest_block: int) -> None:
+        """The step used blocks up to this one. Costs nothing but for new heights."""
+        self._step_ended = time.monotonic()
+        self._in_step = False
+        used = int((highest_block + 1) * self._block_bytes)
+        wanted = min(used + self._lead, self._stripe_bytes)
+        if wanted >= min(self._wanted + _PIECE, self._stripe_bytes) > self._wanted:
+            self._wanted = wanted
+            self._wanted_at_rest = min(used + max(used, self._lead_at_rest), self._stripe_bytes)
             self._wake.set()
 
     def close(self) -> None:
@@ -60,15 +79,39 @@ class Prefault:
     def _work(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # not on Linux
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread's alone
-        while not self._stopping and self.num_bytes < self._stripe_bytes:
-            self._wake.wait()
+        can_populate = True
+        while can_populate and not self._stopping and self.num_bytes < self._stripe_bytes:
+            self._wake.wait(POLL_SECONDS if self.num_bytes < self._wanted_at_rest else None)
             self._wake.clear()
-            while self.num_bytes < self._wanted and not self._stopping:
-                piece = min(_PIECE, self._stripe_bytes - self.num_bytes)
-                for stripe in range(0, self._memory.nbytes, self._stripe_bytes):
-                    if self._stopping or not _populate(self._memory[stripe + self.num_bytes :][:piece]):
-                        return
-                self.num_bytes += piece
+            while can_populate and self._has_to_do():
+                can_populate = self._make_real(min(_PIECE, self._stripe_bytes - self.num_bytes))
+
+    def _has_to_do(self) -> bool:
+        if self._stopping or self.num_bytes >= self._wanted_at_rest:
+            return False
+        return self.num_bytes < self._wanted or (self._engine_rests() and not others_run())
+
+    def _engine_rests(self) -> bool:
+        return not self._in_step and time.monotonic() - self._step_ended > REST_SECONDS
+
+    def _make_real(self, num_bytes: int) -> bool:
+        """The next bytes of every stripe; what a step interrupts is begun again. False where the system cannot."""
+        for stripe in range(0, self._memory.nbytes, self._stripe_bytes):
+            if not self._has_to_do():
+                return True
+            if not _populate(self._memory[stripe + self.num_bytes :][:num_bytes]):
+                return False
+        self.num_bytes += num_bytes
+        return True
+
+
+def others_run(load: Path = _LOAD) -> bool:
+    """Whether all cores have something to do beside the calling thread; False where the system does not say."""
+    try:
+        num_running = int(load.read_text().split()[3].partition("/")[0])
+    except (OSError, ValueError, IndexError):
+        return False
+    return num_running > (os.cpu_count() or 1)
 
 
 def _populate(memory: npt.NDArray[np.uint8]) -> bool:
