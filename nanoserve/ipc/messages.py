@@ -384,6 +384,8 @@ class EngineFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     weights_bytes: int = 0
     kv_bytes: int = 0
     kv_cache_dtype: str = ""
+    num_parameters: int = 0
+    context_bytes: int = 0  # that a row reads for each token of its context, in the layers without a sliding window
 
 
 class ProcessFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):

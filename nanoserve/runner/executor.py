@@ -81,8 +81,15 @@ def create_executor(config: ServerConfig, model_dir: Path, progress: Progress) -
         weights_bytes=backend.weights_bytes,
         kv_bytes=num_blocks * backend.kv_bytes_per_block(),
         kv_cache_dtype=str(choose_kv_dtype(config.cache.kv_cache_dtype, dtype)).removeprefix("torch."),
+        num_parameters=spec.num_parameters(),
+        context_bytes=_context_bytes(spec, backend.kv_bytes_per_block() // config.cache.block_size, max_model_len),
     )
     return ModelRunner(backend, table), facts
+
+
+def _context_bytes(spec: ModelSpec, kv_bytes_per_token: int, max_model_len: int) -> int:
+    num_whole = sum(not 0 < layer.sliding_window < max_model_len for layer in spec.layers)
+    return kv_bytes_per_token * num_whole // spec.num_layers
 
 
 def choose_device(name: str) -> torch.device:

@@ -28,6 +28,7 @@ class SchedulerLimits:
     base_prompt_tokens: int = 40  # of such a step, beside those per stream
     num_draft_tokens: int = 0  # most drafts in a row; 0: no speculation
     shortest_match: int = 3  # ids that must have stood before, so that what followed them is a draft
+    context_cost: float = 0.0  # of a token of a row's context, in tokens computed, see `sched.drafts`
 
     @property
     def context_len(self) -> int:

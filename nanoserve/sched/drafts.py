@@ -22,13 +22,21 @@ from nanoserve.sched.request import Request
 # What a step costs before its first token, in tokens: reading the weights, against the arithmetic of one more token.
 # Measured with bench.steps on two cores; a GPU's is larger, so there this drafts too little rather than too much.
 STEP_COST_TOKENS = 6
+# While a token's arithmetic is done, memory could give a byte for so many parameters (the same cores; the weights read
+# above are 4-bit ones). So reading the keys and values of a long context can cost a row more than its arithmetic.
+PARAMETERS_PER_BYTE = 11
 # A draft has to be right so many times as often as would just pay: its cost is certain, its use is not, and tokens that
-# come in lumps are a cost too. With it, three streams are the most that get drafts beside a step cost of 6.
+# come in lumps are a cost too. With it, three streams of short contexts are the most that get drafts.
 MARGIN = 2.5
 # Before anything is known, a draft is expected right this often, as if that had been seen in so many tries.
 PRIOR_RATE = 0.25
 PRIOR_TRIES = 2.0
 DECAY = 0.9  # of what is known, with each try
+
+
+def context_cost(context_bytes: int, num_parameters: int) -> float:
+    """What each token of context costs a row, in tokens computed: the bytes it reads of it, by the model's size."""
+    return context_bytes * PARAMETERS_PER_BYTE / num_parameters if num_parameters else 0.0
 
 
 @dataclass(slots=True)
@@ -59,11 +67,13 @@ class Drafting:
 
 
 class Drafter:
-    """`num_draft_tokens`: most drafts of a row, 0 is none at all; `shortest_match`: ids that must have stood before."""
+    """`num_draft_tokens`: most drafts of a row, 0 is none at all; `shortest_match`: ids that must have stood before;
+    `context_cost`: as of the function of that name."""
 
-    def __init__(self, num_draft_tokens: int, shortest_match: int) -> None:
+    def __init__(self, num_draft_tokens: int, shortest_match: int, context_cost: float) -> None:
         self._num_draft_tokens = num_draft_tokens
         self._shortest_match = shortest_match
+        self._context_cost = context_cost
         self.num_drafts = 0  # totals, of the steps that have ended
         self.num_right = 0
 
@@ -74,13 +84,13 @@ class Drafter:
         if not self._num_draft_tokens:
             return
         budget = max_num_tokens - sum(row.num_tokens for row in rows)
-        # A right draft is worth a row's share of the step, and costs one token. Prompts beside it make a step longer
-        # and drafts cheaper, but what then comes together comes late: they do not count. Worth it from this rate on:
-        threshold = MARGIN * len(rows) / (STEP_COST_TOKENS + len(rows))
         for row in rows:
-            if budget <= 0 or threshold >= 1.0:
+            if budget <= 0:
                 break
-            if row.samples and row.num_tokens == 1:
+            # A right draft is worth a row's share of the step, and costs one token. Prompts beside it make a step
+            # longer and drafts cheaper, but what then comes together comes late: they do not count. Worth it from:
+            threshold = MARGIN / (1 + STEP_COST_TOKENS / len(rows) + row.start * self._context_cost)
+            if threshold < 1.0 and row.samples and row.num_tokens == 1:
                 budget -= self._draft(running[row.request_id], row, tables, budget, threshold, len(running))
 
     def _draft(

@@ -57,7 +57,7 @@ class Scheduler:
         self.limits = limits
         self.counters = SchedulerCounters()
         self.tables = BlockTables(limits.num_blocks, limits.block_size, caching=limits.prefix_cache)
-        self.drafter = Drafter(limits.num_draft_tokens, limits.shortest_match)
+        self.drafter = Drafter(limits.num_draft_tokens, limits.shortest_match, limits.context_cost)
         self._policy = POLICIES[limits.policy]
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[int, Request] = {}  # waiting and running

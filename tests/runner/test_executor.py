@@ -94,7 +94,9 @@ def test_a_directory_is_served(reference, model_dir):
     assert (facts.num_blocks, facts.block_size, facts.vocab_size) == (64, 16, tiny.VOCAB)
     spec = tiny.make_spec(reference)
     assert facts.kv_bytes == 64 * bytes_per_block(spec, 16, torch.float32)
-    assert facts.weights_bytes == 4 * sum(parameter.numel() for parameter in reference.parameters())
+    assert facts.num_parameters == sum(parameter.numel() for parameter in reference.parameters())
+    assert facts.weights_bytes == 4 * facts.num_parameters
+    assert facts.context_bytes == bytes_per_block(spec, 1, torch.float32) // 3, "one layer in three sees all"
 
 
 @pytest.mark.skipif(bool(missing_cpu_features()), reason="the CPU lacks what the engine needs")

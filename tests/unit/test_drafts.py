@@ -193,6 +193,24 @@ def test_only_few_streams_get_drafts(num_streams: int, drafted: bool) -> None:
     assert (sum(num_drafts(scheduler, 3, FakeExecutor(4))) > 0) is drafted
 
 
+@pytest.mark.parametrize(("cost", "drafted"), [(0.1, [4]), (0.01, []), (0.0, [])])
+def test_with_a_long_context_drafts_are_worth_it_beside_many_streams(cost: float, drafted: list[int]) -> None:
+    """Each right one saves the reading of a whole context; only those with a long one get them."""
+    scheduler, executor = make_scheduler(num_draft_tokens=4, context_cost=cost), FakeExecutor(4)
+    for request_id in range(1, 9):
+        prompt = range(2, 42) if request_id == 4 else [request_id]
+        add(scheduler, request_id, FixedIndex([1] * 9), prompt=prompt, max_tokens=20)
+    run_step(scheduler, executor)
+    assert [row.request_id for row in scheduler.schedule(1).rows if row.draft_token_ids] == drafted
+
+
+def test_what_a_token_of_context_costs_comes_from_the_model() -> None:
+    """SmolLM2-135M in bfloat16: 23,040 bytes; some 530 tokens of context are read in the time of one computed."""
+    facts = EngineFacts(100, 100, 10, 16, num_parameters=134_515_008, context_bytes=23_040)
+    assert 1 / scheduler_limits(SchedulerConfig(), facts).context_cost == pytest.approx(530, abs=1)
+    assert scheduler_limits(SchedulerConfig(), EngineFacts(100, 100, 10, 16)).context_cost == 0
+
+
 def test_a_prompt_beside_them_gets_no_drafts_for_many_streams() -> None:
     """It makes the step longer, so drafts cheaper, and whatever comes in a lump later."""
     scheduler, executor = make_scheduler(num_draft_tokens=4, max_num_batched_tokens=16), FakeExecutor(4)
@@ -201,6 +219,15 @@ def test_a_prompt_beside_them_gets_no_drafts_for_many_streams() -> None:
     run_step(scheduler, executor)
     add(scheduler, 5, FixedIndex([1] * 9), prompt=range(2, 10), max_tokens=20)
     assert sum(num_drafts(scheduler, 2, executor)) == 0
+
+
+def test_where_no_draft_could_pay_no_index_is_made() -> None:
+    scheduler = make_scheduler(num_draft_tokens=4)
+    requests = [make_request(request_id, prompt=[5, 5, 5, 5], max_tokens=5) for request_id in range(1, 5)]
+    for request in requests:
+        scheduler.add(request, 0)
+    run_to_end(scheduler, FakeExecutor(4))
+    assert all(request.drafting is None for request in requests)
 
 
 def test_without_speculation_no_index_is_kept() -> None:

@@ -117,6 +117,10 @@ class ModelSpec:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
+    def num_parameters(self) -> int:
+        """Numbers in all tensors; an output layer that is the embedding counts once."""
+        return sum(math.prod(shape) for shape in self.tensor_shapes().values())
+
     def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden, mlp = self.hidden_size, self.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {
