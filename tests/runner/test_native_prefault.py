@@ -62,10 +62,24 @@ def test_memory_is_real_a_lead_ahead_of_the_highest_block(memory: np.ndarray) ->
         assert all(num_real(stripe[: 6 * MIB]) == 6 * MIB for stripe in stripes)
         ahead.end_step(BLOCKS - 1)
         wait_for(ahead, 16 * MIB)
-        ahead._thread.join(10)
-        assert not ahead._thread.is_alive(), "there is nothing left to do"
+        for thread in ahead._threads:
+            thread.join(10)
+            assert not thread.is_alive(), "there is nothing left to do"
         assert memory[5] == 77
         assert np.count_nonzero(memory) == 1
+    finally:
+        ahead.close()
+
+
+def test_each_piece_is_asked_for_once(memory: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault, "LEAD_BYTES", memory.nbytes)
+    monkeypatch.setattr(prefault, "LEAD_AT_REST_BYTES", memory.nbytes)
+    asked, populate = [], prefault._populate
+    monkeypatch.setattr(prefault, "_populate", lambda piece: asked.append(piece.ctypes.data) or populate(piece))
+    ahead = prefault.Prefault(memory, STRIPES, BLOCKS)
+    try:
+        wait_for(ahead, 16 * MIB)
+        assert sorted(asked) == [memory.ctypes.data + piece for piece in range(0, memory.nbytes, 2 * MIB)]
     finally:
         ahead.close()
 

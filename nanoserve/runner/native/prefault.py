@@ -1,6 +1,6 @@
 """Makes KV memory real ahead of its use, so that no step pays for pages that nobody touched before.
 
-Used by `backend`. A thread of the engine process, which the system runs only where a core has nothing else to do.
+Used by `backend`. Threads of the engine process, which the system runs only where a core has nothing else to do.
 
 The layers lie one after the other, so a step whose requests come to fresh blocks touches a fresh huge page in every
 layer, all at once. In a virtual machine whose host has to find that memory first a huge page takes 2 to 5 ms: 140 ms in
@@ -31,6 +31,7 @@ LEAST_BYTES = 64 << 20  # a smaller pool is not worth a thread
 REST_SECONDS = 0.05  # without a step, and the engine rests
 _LOAD = Path("/proc/loadavg")
 POLL_SECONDS = 0.2  # between looks at whether it rests
+_MAX_THREADS = 4  # each finds memory at the same speed beside the others, and has layers of its own
 
 
 class Prefault:
@@ -49,12 +50,19 @@ class Prefault:
         self._wanted_at_rest = min(self._lead_at_rest, self._stripe_bytes)
         self._in_step = False
         self._step_ended = 0.0  # time.monotonic()
-        self._wake = threading.Event()
-        self._wake.set()
         self._stopping = False
-        self.num_bytes = 0  # of each stripe that are real, or were tried to be
-        self._thread = threading.Thread(target=self._work, name="prefault", daemon=True)
-        self._thread.start()
+        ids = range(min(os.cpu_count() or 1, num_stripes, _MAX_THREADS))
+        self._num_bytes = [0 for _ in ids]  # by thread
+        self._wakes = [threading.Event() for _ in ids]
+        self._threads = [threading.Thread(target=self._work, args=(i,), name="prefault", daemon=True) for i in ids]
+        for thread in self._threads:
+            thread.start()
+        self._wake()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of each stripe that are real, or were tried to be."""
+        return min(self._num_bytes)
 
     def begin_step(self) -> None:
         self._in_step = True
@@ -68,45 +76,53 @@ class Prefault:
         if wanted >= min(self._wanted + _PIECE, self._stripe_bytes) > self._wanted:
             self._wanted = wanted
             self._wanted_at_rest = min(used + max(used, self._lead_at_rest), self._stripe_bytes)
-            self._wake.set()
+            self._wake()
 
     def close(self) -> None:
-        """Ends the thread; the memory may be given back afterwards."""
+        """Ends the threads; the memory may be given back afterwards."""
         self._stopping = True
-        self._wake.set()
-        self._thread.join()
+        self._wake()
+        for thread in self._threads:
+            thread.join()
 
-    def _work(self) -> None:
+    def _wake(self) -> None:
+        for wake in self._wakes:
+            wake.set()
+
+    def _work(self, thread: int) -> None:
         with contextlib.suppress(OSError, AttributeError):  # not on Linux
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread's alone
         can_populate = True
-        while can_populate and not self._stopping and self.num_bytes < self._stripe_bytes:
-            self._wake.wait(POLL_SECONDS if self.num_bytes < self._wanted_at_rest else None)
-            self._wake.clear()
-            while can_populate and self._has_to_do():
-                can_populate = self._make_real(min(_PIECE, self._stripe_bytes - self.num_bytes))
+        while can_populate and not self._stopping and self._num_bytes[thread] < self._stripe_bytes:
+            self._wakes[thread].wait(POLL_SECONDS if self._num_bytes[thread] < self._wanted_at_rest else None)
+            self._wakes[thread].clear()
+            while can_populate and self._has_to_do(thread):
+                can_populate = self._make_real(thread)
 
-    def _has_to_do(self) -> bool:
-        if self._stopping or self.num_bytes >= self._wanted_at_rest:
+    def _has_to_do(self, thread: int) -> bool:
+        num_bytes = self._num_bytes[thread]
+        if self._stopping or num_bytes >= self._wanted_at_rest:
             return False
-        return self.num_bytes < self._wanted or (self._engine_rests() and not others_run())
+        return num_bytes < self._wanted or (self._engine_rests() and not others_run())
 
     def _engine_rests(self) -> bool:
         return not self._in_step and time.monotonic() - self._step_ended > REST_SECONDS
 
-    def _make_real(self, num_bytes: int) -> bool:
-        """The next bytes of every stripe; what a step interrupts is begun again. False where the system cannot."""
-        for stripe in range(0, self._memory.nbytes, self._stripe_bytes):
-            if not self._has_to_do():
+    def _make_real(self, thread: int) -> bool:
+        """The next piece of this thread's stripes, again what a step interrupts. False where the system cannot."""
+        begin, step = self._num_bytes[thread], len(self._threads)
+        end = min(begin + _PIECE, self._stripe_bytes)
+        for stripe in range(thread * self._stripe_bytes, self._memory.nbytes, step * self._stripe_bytes):
+            if not self._has_to_do(thread):
                 return True
-            if not _populate(self._memory[stripe + self.num_bytes :][:num_bytes]):
+            if not _populate(self._memory[stripe + begin : stripe + end]):
                 return False
-        self.num_bytes += num_bytes
+        self._num_bytes[thread] = end
         return True
 
 
 def others_run(load: Path = _LOAD) -> bool:
-    """Whether all cores have something to do beside the calling thread; False where the system does not say."""
+    """Whether more threads want to run, this one included, than there are cores. False where that is not known."""
     try:
         num_running = int(load.read_text().split()[3].partition("/")[0])
     except (OSError, ValueError, IndexError):
