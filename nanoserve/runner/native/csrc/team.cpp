@@ -1,6 +1,9 @@
 #include "team.h"
 
+#include <unistd.h>
+
 #include <chrono>
+#include <utility>
 
 namespace ns {
 
@@ -20,12 +23,31 @@ Team::~Team() {
 }
 
 // Failing (a core went offline, say) is no error: then the kernel decides, as without this.
-void Team::stay_on_core(int thread) const {
+static void bind(pid_t id, int core) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(core, &set);
+    sched_setaffinity(id, sizeof set, &set);
+}
+
+void Team::stay_on_core(int thread) {
     if (cores_.empty()) return;
-    cpu_set_t core;
-    CPU_ZERO(&core);
-    CPU_SET(cores_[thread], &core);
-    sched_setaffinity(0, sizeof core, &core);
+    members_[thread].id.store(gettid(), std::memory_order_relaxed);
+    bind(0, cores_[thread]);
+}
+
+// `thread` has waited long for another one, which probably waits for its core itself: gives it its own. If that one was
+// only slow, both go on somewhere else, which costs some microseconds.
+void Team::change_places(int thread) {
+    if (cores_.empty() || moving_.test_and_set(std::memory_order_acquire)) return;
+    for (int other = 0; other < size_; ++other)
+        if (members_[other].computes.load(std::memory_order_relaxed)) {
+            std::swap(cores_[thread], cores_[other]);
+            bind(members_[other].id.load(std::memory_order_relaxed), cores_[other]);
+            bind(0, cores_[thread]);
+            break;
+        }
+    moving_.clear(std::memory_order_release);
 }
 
 void Team::work(int thread) {
@@ -39,7 +61,9 @@ void Team::work(int thread) {
         if (open_.load() == seen) {
             begun_.fetch_add(1);
             begun_.notify_all();
+            members_[thread].computes.store(true, std::memory_order_relaxed);
             (*body_)(thread);
+            members_[thread].computes.store(false, std::memory_order_relaxed);
         }
         inside_.fetch_sub(1);
         inside_.notify_all();
@@ -62,10 +86,12 @@ void Team::join_run(const std::function<void(int)>& body, bool everybody) {
     open_.store(ticket);
     ticket_.store(ticket, std::memory_order_release);
     ticket_.notify_all();
+    members_[0].computes.store(true, std::memory_order_relaxed);
     body(0);
-    if (everybody) wait_until(begun_, [this](int begun) { return begun == size_ - 1; });
+    if (everybody) wait(0, begun_, [this](int begun) { return begun == size_ - 1; });
     open_.store(0);
-    wait_until(inside_, [](int inside) { return inside == 0; });  // body lives on the caller's stack
+    wait(0, inside_, [](int inside) { return inside == 0; });  // body lives on the caller's stack
+    members_[0].computes.store(false, std::memory_order_relaxed);
 }
 
 void Phases::dawdle() {

@@ -5,7 +5,9 @@
 // moment only, and sleeps on a futex when a wait is long and between steps: no step, no CPU.
 //
 // A team of as many threads as the process has cores keeps each on a core of its own while it works. Left alone, the
-// kernel puts two of them on one core for half a step, time and again, when other processes wake in between.
+// kernel puts two of them on one core for half a step, time and again, when other processes wake in between. A thread
+// whose core another process takes in the middle of an item would hold up all others, so one of them, which has nothing
+// to do then, changes places with it.
 #pragma once
 #include <immintrin.h>
 #include <sched.h>
@@ -18,6 +20,22 @@
 namespace ns {
 
 constexpr int kMaxThreads = 64;
+
+// Whether reached(value) came true within about 100 us.
+template <class T, class Reached>
+bool spin_until(const std::atomic<T>& value, Reached reached) {
+    constexpr int kSpins = 4000;
+    for (int spins = 0; spins < kSpins; ++spins) {
+        if (reached(value.load(std::memory_order_acquire))) return true;
+        _mm_pause();
+    }
+    return false;
+}
+
+template <class T, class Reached>
+void sleep_until(const std::atomic<T>& value, Reached reached) {
+    for (T seen; !reached(seen = value.load(std::memory_order_acquire));) value.wait(seen, std::memory_order_acquire);
+}
 
 class Team {
  public:
@@ -34,11 +52,28 @@ class Team {
     // caller is through, because another process has their core.
     void run_with_whoever_comes(const std::function<void(int)>& body) { run(body, false); }
 
+    // In a body: waits until reached(value), where somebody calls notify_all after a change. Spins about 100 us first,
+    // because most waits are short and a sleeper's core has to be woken.
+    template <class T, class Reached>
+    void wait(int thread, const std::atomic<T>& value, Reached reached) {
+        if (spin_until(value, reached)) return;
+        members_[thread].computes.store(false, std::memory_order_relaxed);
+        change_places(thread);
+        sleep_until(value, reached);
+        members_[thread].computes.store(true, std::memory_order_relaxed);
+    }
+
  private:
+    struct alignas(64) Member {
+        std::atomic<pid_t> id{0};           // of the system
+        std::atomic<bool> computes{false};  // in a body, and does not wait
+    };
+
     void run(const std::function<void(int)>& body, bool everybody);
     void work(int thread);
     void join_run(const std::function<void(int)>& body, bool everybody);
-    void stay_on_core(int thread) const;
+    void stay_on_core(int thread);
+    void change_places(int thread);
 
     const int size_;
     const std::function<void(int)>* body_ = nullptr;
@@ -49,20 +84,10 @@ class Team {
     std::atomic<bool> stopping_{false};
     cpu_set_t allowed_;       // the cores of the process when the team was made
     std::vector<int> cores_;  // one per thread, or none: then threads go where the kernel puts them
+    std::atomic_flag moving_ = ATOMIC_FLAG_INIT;  // held by who changes cores_ within a run
+    Member members_[kMaxThreads];
     std::vector<std::thread> threads_;
 };
-
-// Waits until reached(value), where somebody calls notify_all after a change: spins about 100 us, because most waits
-// are short and a sleeper's core has to be woken, then sleeps.
-template <class T, class Reached>
-void wait_until(const std::atomic<T>& value, Reached reached) {
-    constexpr int kSpins = 4000;
-    for (int spins = 0; spins < kSpins; ++spins) {
-        if (reached(value.load(std::memory_order_acquire))) return;
-        _mm_pause();
-    }
-    for (T seen; !reached(seen = value.load(std::memory_order_acquire));) value.wait(seen, std::memory_order_acquire);
-}
 
 // Hands the items 0..total-1 of a phase to the team: each thread takes its own contiguous share in order, then helps
 // the others.
@@ -98,7 +123,7 @@ class Phases {
         local.until += total;
         help(local, thread);
         const auto reached = [before](uint32_t done) { return done >= before; };
-        if (!reached(done_.load(std::memory_order_acquire))) wait_until(done_, reached);
+        if (!reached(done_.load(std::memory_order_acquire))) team_.wait(thread, done_, reached);
         return done_.load(std::memory_order_acquire) < local.until;
     }
 
