@@ -207,7 +207,7 @@ class LLM:
         return self._core.stats()
 
     def close(self) -> None:
-        """Gives the executor's memory back."""
+        """Ends the engine's threads and gives its memory of keys and values back; weights go with this object."""
         self._core.shut_down()
 
     def _run(

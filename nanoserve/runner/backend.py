@@ -67,6 +67,10 @@ class ForwardBackend(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Ends its threads and gives the KV memory back. The backend is not used afterwards."""
+        ...
+
     def choose(self, logits: torch.Tensor, rows: SampleRows) -> npt.NDArray[np.integer]:
         """Draws a token for each row from logits [N, vocab_size], as `sampler.choose` does; -1 where there is none."""
         ...

@@ -173,6 +173,7 @@ def _native_backend(
     from nanoserve.runner.native.open import open_native
     from nanoserve.runner.native.packed_file import fingerprint
 
+    is_dummy = config.model.load_format == "dummy"
     reason = unsupported_reason(spec, dtype, config.cache.block_size)
     if reason is None:
         options = NativeOptions(
@@ -182,10 +183,10 @@ def _native_backend(
             quantization=config.model.quantization,
             kv_dtype=choose_kv_dtype(config.cache.kv_cache_dtype, dtype),
             cache_dir=cache_root(config.model) / "native",
-            fingerprint="" if config.model.load_format == "dummy" else fingerprint(files.weight_files),
+            fingerprint="" if is_dummy else fingerprint(files.weight_files),
         )
         try:
-            return open_native(files, spec, options, read, progress)
+            return open_native(files, spec, options, read, progress, has_blocks=not is_dummy)
         except NativeUnavailable as error:
             reason = str(error)
     _check_torch_serves(config, f" ({reason})")

@@ -77,7 +77,8 @@ class ModelRunner:
         return result
 
     def close(self) -> None:
-        """Nothing to end: the backend's memory goes with the process."""
+        """Ends the backend's threads and gives the memory of keys and values back."""
+        self._backend.close()
 
     def _take(self, plan: StepPlan, rows: StepRows, drawn: _Drawn, result: StepResult) -> None:
         """Tokens into the result and the kept state; a row without one becomes an error."""

@@ -54,6 +54,9 @@ class TorchBackend:
     def weights_bytes(self) -> int:
         return self._decoder.weights_bytes
 
+    def close(self) -> None:
+        self._cache = self._attention = None
+
     def kv_bytes_per_block(self) -> int:
         return bytes_per_block(self._spec, self._block_size, self._kv_dtype)
 

@@ -32,6 +32,8 @@ MARGIN = 2.5
 PRIOR_RATE = 0.25
 PRIOR_TRIES = 2.0
 DECAY = 0.9  # of what is known, with each try
+# Tokens that a step enters into new indexes, or one request's whole text: half a microsecond each, and the step waits.
+MOST_INDEXED = 2000
 
 
 def context_cost(context_bytes: int, num_parameters: int) -> float:
@@ -84,21 +86,34 @@ class Drafter:
         if not self._num_draft_tokens:
             return
         budget = max_num_tokens - sum(row.num_tokens for row in rows)
+        to_index = MOST_INDEXED
         for row in rows:
             if budget <= 0:
                 break
             # A right draft is worth a row's share of the step, and costs one token. Prompts beside it make a step
             # longer and drafts cheaper, but what then comes together comes late: they do not count. Worth it from:
             threshold = MARGIN / (1 + STEP_COST_TOKENS / len(rows) + row.start * self._context_cost)
-            if threshold < 1.0 and row.samples and row.num_tokens == 1:
-                budget -= self._draft(running[row.request_id], row, tables, budget, threshold, len(running))
+            if threshold >= 1.0 or not row.samples or row.num_tokens > 1:
+                continue
+            request = running[row.request_id]
+            if request.drafting is None:
+                num_tokens = len(request.token_ids)
+                if to_index < MOST_INDEXED and num_tokens > to_index:
+                    continue  # in a later step
+                request.drafting = Drafting(NgramIndex(self._shortest_match))
+                to_index -= num_tokens
+            budget -= self._draft(request, request.drafting, row, tables, budget, threshold, len(running))
 
     def _draft(
-        self, request: Request, row: PlanRow, tables: BlockTables, budget: int, threshold: float, num_spare: int
+        self,
+        request: Request,
+        drafting: Drafting,
+        row: PlanRow,
+        tables: BlockTables,
+        budget: int,
+        threshold: float,
+        num_spare: int,
     ) -> int:
-        if request.drafting is None:
-            request.drafting = Drafting(NgramIndex(self._shortest_match))
-        drafting = request.drafting
         drafting.check_guess(request.token_ids)
         # The token after the last draft is drawn too, and must be one that the request may still have.
         wanted = min(self._num_draft_tokens, request.max_output_tokens - request.num_output_tokens - 1, budget)

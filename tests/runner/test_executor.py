@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 
 import pytest
 import torch
@@ -108,11 +109,21 @@ def test_weights_are_counted_as_the_engine_keeps_them(tmp_path, monkeypatch):
     told = {}
     for quantization in ("none", "int8"):
         model = ModelConfig(dtype="bfloat16", load_format="dummy", quantization=quantization)
-        facts = create(tmp_path, model=model, engine=EngineConfig(device="cpu", engine_threads=1))[1]
+        executor, facts = create(tmp_path, model=model, engine=EngineConfig(device="cpu", engine_threads=1))
         assert facts.attention_backend == "native"
+        executor.close()
+        assert executor._backend._kv is None
         assert 0 <= claimed["weights"] - facts.weights_bytes < ALIGNMENT
         told[quantization] = facts.weights_bytes
     assert told["int8"] < told["none"]
+
+
+def test_a_closed_executor_gives_its_keys_and_values_back(model_dir):
+    executor, _ = create(model_dir)
+    cache = weakref.ref(executor._backend._cache)
+    first_tokens(executor)
+    executor.close()
+    assert cache() is None
 
 
 def test_int8_keys_and_values_hold_more_tokens_in_the_same_memory(reference, model_dir):

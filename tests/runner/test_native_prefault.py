@@ -138,6 +138,16 @@ def test_others_run_where_more_threads_run_than_there_are_cores(text: str, busy:
     assert not prefault.others_run(tmp_path / "none")
 
 
+class Interrupted:
+    """A library whose step is interrupted."""
+
+    def ns_model_step(self, *arguments: Any) -> int:
+        raise KeyboardInterrupt
+
+    def ns_model_free(self, model: Any) -> None:
+        """What a closing backend calls."""
+
+
 @pytest.mark.skipif(bool(missing_cpu_features()), reason="the CPU lacks what the engine needs")
 def test_a_step_tells_which_blocks_it_used_and_when_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefault, "LEAD_BYTES", 0)
@@ -154,6 +164,12 @@ def test_a_step_tells_which_blocks_it_used_and_when_it_ended(monkeypatch: pytest
     wait_for(ahead, 32 * MIB)  # twice what is in use, as no step runs now
     with pytest.raises(ValueError, match="block table"):
         backend.forward(batch_of(IDS[:3], [2], [num_blocks]))
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_library", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            backend.forward(batch_of(IDS[:3], [2], [0]))
+    time.sleep(2 * prefault.REST_SECONDS)
+    assert ahead._engine_rests()
     backend.forward(batch_of(IDS[:3], [2], [num_blocks // 2 - 1]))
     wait_for(ahead, 64 * MIB)
     backend.close()

@@ -51,6 +51,10 @@ class Model:
         return backend
 
 
+def _quiet(stage: str, part: float) -> None:
+    """Nobody looks at the progress."""
+
+
 def _run(backend: ForwardBackend, ids: np.ndarray, start: int, stop: int) -> torch.Tensor:
     batch = ForwardBatch(
         token_ids=ids[start:stop],
@@ -109,6 +113,20 @@ def test_gguf_blocks_give_the_logits_of_bfloat16(model: Model) -> None:
             assert torch.equal(_run(backend, model.ids, position, position + 1)[0], expected[position])
         assert torch.equal(_run(backend, model.ids, 193, 200), expected[193:])
     assert blocks.weights_bytes < 0.5 * plain.weights_bytes < 0.75 * both.weights_bytes
+
+
+def test_weights_that_are_not_the_files_own_take_no_blocks_from_it(model: Model) -> None:
+    """Dummy weights: panels of the real model beside them would be taken where rows are few."""
+    both, plain = (
+        open_native(
+            model.files, model.spec, NativeOptions(quantization=name, threads=2), model.read, _quiet, has_blocks=False
+        )
+        for name in ("auto", "none")
+    )
+    assert both.weights_bytes == plain.weights_bytes
+    with pytest.raises(ConfigError, match="dummy weights have no blocks"):
+        options = NativeOptions(quantization="gguf", threads=2)
+        open_native(model.files, model.spec, options, model.read, _quiet, has_blocks=False)
 
 
 @pytest.mark.parametrize("quantization", ["gguf", "int8-dynamic"])

@@ -221,6 +221,23 @@ def test_a_prompt_beside_them_gets_no_drafts_for_many_streams() -> None:
     assert sum(num_drafts(scheduler, 2, executor)) == 0
 
 
+def test_indexes_are_made_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 streams that come to long contexts together would hold up one step by 30 ms."""
+    monkeypatch.setattr("nanoserve.sched.drafts.MOST_INDEXED", 30)
+    scheduler = make_scheduler(num_draft_tokens=4, max_num_batched_tokens=256, context_cost=1.0)
+    executor = FakeExecutor(4)
+    requests = [make_request(request_id, prompt=[request_id] * 12, max_tokens=8) for request_id in range(1, 5)]
+    requests.append(make_request(5, prompt=range(6, 74), max_tokens=8))
+    for request in requests:
+        scheduler.add(request, 0)
+    made = []
+    for _ in range(7):
+        run_step(scheduler, executor)
+        made.append([request.request_id for request in requests if request.drafting is not None])
+    begin = next(index for index, ids in enumerate(made) if ids)
+    assert made[begin : begin + 4] == [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]
+
+
 def test_where_no_draft_could_pay_no_index_is_made() -> None:
     scheduler = make_scheduler(num_draft_tokens=4)
     requests = [make_request(request_id, prompt=[5, 5, 5, 5], max_tokens=5) for request_id in range(1, 5)]

@@ -188,13 +188,14 @@ class NativeBackend:
         self._library.ns_model_slow_thread(self._model, thread, microseconds)
 
     def close(self) -> None:
-        """Ends the threads and gives the memory back. The backend is not used afterwards."""
+        """Ends the threads and gives the KV memory back. The backend is not used afterwards."""
         if self._prefault is not None:
             self._prefault.close()
             self._prefault = None
         if self._model is not None:
             self._library.ns_model_free(self._model)
             self._model = None
+        self._kv = None
 
     def __del__(self) -> None:
         try:  # noqa: SIM105 - the name contextlib may be empty by now
@@ -222,9 +223,11 @@ class NativeBackend:
         raw = Batch(*sizes, -1, *(self._indices_address + 4 * end for end in ends[:-1]))
         if self._prefault is not None:
             self._prefault.begin_step()
-        fault = self._library.ns_model_step(self._model, ctypes.byref(raw), logits, greedy_ids.ctypes.data, draws)
-        if self._prefault is not None:
-            self._prefault.end_step(raw.highest_block)
+        try:
+            fault = self._library.ns_model_step(self._model, ctypes.byref(raw), logits, greedy_ids.ctypes.data, draws)
+        finally:  # an interrupt is raised when the call is over
+            if self._prefault is not None:
+                self._prefault.end_step(raw.highest_block)
         if fault:
             raise self._error(BatchFault(fault))
         self.greedy_ids = greedy_ids

@@ -51,7 +51,7 @@ class Prefault:
         self._in_step = False
         self._step_ended = 0.0  # time.monotonic()
         self._stopping = False
-        ids = range(min(os.cpu_count() or 1, num_stripes, _MAX_THREADS))
+        ids = range(min(len(os.sched_getaffinity(0)), num_stripes, _MAX_THREADS))
         self._num_bytes = [0 for _ in ids]  # by thread
         self._wakes = [threading.Event() for _ in ids]
         self._threads = [threading.Thread(target=self._work, args=(i,), name="prefault", daemon=True) for i in ids]

@@ -23,11 +23,11 @@ Team::~Team() {
 }
 
 // Failing (a core went offline, say) is no error: then the kernel decides, as without this.
-static void bind(pid_t id, int core) {
+static bool bind(pid_t id, int core) {
     cpu_set_t set;
     CPU_ZERO(&set);
     CPU_SET(core, &set);
-    sched_setaffinity(id, sizeof set, &set);
+    return sched_setaffinity(id, sizeof set, &set) == 0;
 }
 
 void Team::stay_on_core(int thread) {
@@ -42,8 +42,8 @@ void Team::change_places(int thread) {
     if (cores_.empty() || moving_.test_and_set(std::memory_order_acquire)) return;
     for (int other = 0; other < size_; ++other)
         if (members_[other].computes.load(std::memory_order_relaxed)) {
+            if (!bind(members_[other].id.load(std::memory_order_relaxed), cores_[thread])) break;
             std::swap(cores_[thread], cores_[other]);
-            bind(members_[other].id.load(std::memory_order_relaxed), cores_[other]);
             bind(0, cores_[thread]);
             break;
         }
