@@ -6,28 +6,17 @@
 
 namespace ns {
 
-// KV pages that one tile fetches at the most: more would crowd out the misses of its own operands.
-inline constexpr int kMostPages = 4;
-
 struct ProductTile {
     const GemmJob& job;
     const uint8_t* packed;  // the panel as stored
     bf16* decoded;          // where a quantized panel goes in the kBf16 form, for the tiles after the first
     int panel;              // its index
-    const uint8_t* ahead;   // prefetched evenly over the tile
-    int ahead_lines = 0;    // per 32 k
-    const uint8_t* kv_pages[kMostPages] = {};  // fetched evenly over the tile, too
-    int num_kv_pages = 0;
-    int kv_lines = 0;  // per page and 32 k
+    const uint8_t* ahead;   // fetched evenly over the tile
+    int ahead_lines = 0;    // of it, per 32 k
+    KvPieces kv = {};       // one for each 32 k, as long as there are any
 };
 
 using TileFunction = void (*)(const ProductTile&, int row);
-
-inline __attribute__((always_inline)) void fetch_kv(const ProductTile& tile, int k0) {
-    const size_t begin = static_cast<size_t>(k0 / kGroup) * tile.kv_lines * 64;
-    for (int page = 0; page < tile.num_kv_pages; ++page)
-        for (int line = 0; line < tile.kv_lines; ++line) prefetch_far(tile.kv_pages[page] + begin + line * 64);
-}
 
 template <int ROWS>
 inline __attribute__((always_inline)) void finish_logits(const ProductTile& tile, int row, __m512 (&acc)[ROWS][2]) {

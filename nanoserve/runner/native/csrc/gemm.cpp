@@ -16,15 +16,32 @@ constexpr int kTileRows = 12;
 // x rows that stay in the L2 cache while weights stream past them.
 constexpr size_t kSlabBytes = 480 << 10;
 
+// The places in ROWS rows of x, a pointer for three rows: with one for each there are not enough registers for what is
+// fetched on the way, too.
+struct RowPlaces {
+    const bf16 *row0, *row3, *row6, *row9;
+    size_t stride;
+    RowPlaces(const bf16* x, size_t k) : row0(x), row3(x + 3 * k), row6(x + 6 * k), row9(x + 9 * k), stride(k) {}
+    inline __attribute__((always_inline)) const bf16* operator[](int row) const {
+        const bf16* third = row < 3 ? row0 : row < 6 ? row3 : row < 9 ? row6 : row9;
+        return third + row % 3 * stride;
+    }
+    inline __attribute__((always_inline)) void advance() {
+        row0 += 2, row3 += 2, row6 += 2, row9 += 2;
+        asm("" : "+r"(row0), "+r"(row3), "+r"(row6), "+r"(row9), "+r"(stride));  // else gcc makes one of each row again
+    }
+};
+
 template <int ROWS>
-inline __attribute__((always_inline)) void multiply_pair(const bf16* x, int k, __m512bh low, __m512bh high,
+inline __attribute__((always_inline)) void multiply_pair(RowPlaces& x, __m512bh low, __m512bh high,
                                                          __m512 (&acc)[ROWS][2]) {
 #pragma GCC unroll 12
     for (int i = 0; i < ROWS; ++i) {
-        const __m512bh pair = broadcast_pair(x + static_cast<size_t>(i) * k);
+        const __m512bh pair = broadcast_pair(x[i]);
         acc[i][0] = _mm512_dpbf16_ps(acc[i][0], low, pair);
         acc[i][1] = _mm512_dpbf16_ps(acc[i][1], high, pair);
     }
+    x.advance();
 }
 
 // ROWS rows by a panel's 32 columns over the whole of K, in the kBf16 form. Each accumulator takes its products in order
@@ -33,16 +50,21 @@ inline __attribute__((always_inline)) void multiply_pair(const bf16* x, int k, _
 template <int ROWS>
 void run_plain(const ProductTile& tile, int row) {
     const int k = tile.job.weight->k;
-    const bf16* x = tile.job.x + static_cast<size_t>(row) * k;
+    RowPlaces x(tile.job.x + static_cast<size_t>(row) * k, k);
     const bf16* w = reinterpret_cast<const bf16*>(tile.packed);
     const uint8_t* ahead = tile.ahead;
     __m512 acc[ROWS][2] = {};
     prefetch_logits<ROWS>(tile, row);
+    KvPieces kv = tile.kv;
     for (int k0 = 0; k0 < k; k0 += kGroup) {
-        for (int line = 0; line < tile.ahead_lines; ++line, ahead += 64) prefetch(ahead);
-        fetch_kv(tile, k0);
-        for (int j = k0; j < k0 + kGroup; j += 2, w += 2 * kPanel)
-            multiply_pair<ROWS>(x + j, k, load_pairs(w), load_pairs(w + kPanel), acc);
+        Lines weights = Lines::of(ahead, tile.ahead_lines), pages = kv.next();
+        ahead = weights.end;
+        for (int pair = 0; pair < kFetchSteps; ++pair, w += 2 * kPanel) {
+            weights.fetch_one();
+            pages.fetch_one();
+            multiply_pair<ROWS>(x, load_pairs(w), load_pairs(w + kPanel), acc);
+        }
+        weights.fetch_rest();
     }
     finish<ROWS>(tile, row, acc);
 }
@@ -51,12 +73,12 @@ void run_plain(const ProductTile& tile, int row) {
 template <class Columns, int FORMAT, int ROWS>
 void run_decoding(const ProductTile& tile, int row) {
     const int k = tile.job.weight->k;
-    const bf16* x = tile.job.x + static_cast<size_t>(row) * k;
+    RowPlaces x(tile.job.x + static_cast<size_t>(row) * k, k);
     __m512 acc[ROWS][2] = {};
     const uint8_t *group = tile.packed, *ahead = tile.ahead;
+    KvPieces kv = tile.kv;
     for (int k0 = 0; k0 < k; k0 += kGroup, group += group_bytes(FORMAT), ahead += group_bytes(FORMAT)) {
-        prefetch_group(ahead, FORMAT);
-        fetch_kv(tile, k0);
+        Lines weights = Lines::of(ahead, group_bytes(FORMAT) / kLine), pages = kv.next();
         Columns low, high;
         low.start(group, 0);
         high.start(group, 1);
@@ -64,9 +86,13 @@ void run_decoding(const ProductTile& tile, int row) {
             low.load(group, 0, k16);
             high.load(group, 1, k16);
 #pragma GCC unroll 2
-            for (int pair = 0; pair < 8; ++pair)
-                multiply_pair<ROWS>(x + k0 + k16 * 16 + pair * 2, k, low.next(), high.next(), acc);
+            for (int pair = 0; pair < 8; ++pair) {
+                weights.fetch_one();
+                pages.fetch_one();
+                multiply_pair<ROWS>(x, low.next(), high.next(), acc);
+            }
         }
+        weights.fetch_rest();
     }
     finish<ROWS>(tile, row, acc);
 }
@@ -115,33 +141,9 @@ struct Cut {
         : panels(num_panels(weight.n)), tile_rows(is_integer(weight.form(m).format) ? kIntegerTileRows : kTileRows) {
         const int fit = static_cast<int>(kSlabBytes / (static_cast<size_t>(weight.k) * sizeof(bf16)));
         const int most = std::max(kTileRows, fit / kTileRows * kTileRows), slabs = std::max(1, (m + most - 1) / most);
-        slab = std::max(1, std::min(m, ((m + slabs - 1) / slabs + kTileRows - 1) / kTileRows * kTileRows));
+        slab = std::max(1, (m + slabs - 1) / slabs);  // even: else threads help each other, and rows change caches
     }
     int items(int m) const { return (m + slab - 1) / slab * panels; }
-};
-
-// A product's KV pages, shared evenly over its tiles.
-class KvShare {
- public:
-    KvShare(const KvPages& kv, int item, int items, int k)
-        : kv_(kv), next_(share_of(item, items)), end_(share_of(item + 1, items)) {
-        const int lines = static_cast<int>(kv.page_bytes / 64), groups = k / kGroup;
-        lines_ = (lines + groups - 1) / groups;
-    }
-    // To one of the item's tiles of which `left`, this one included, are still to come.
-    void give(ProductTile& tile, int left) {
-        const int count = (end_ - next_ + left - 1) / left;
-        tile.num_kv_pages = std::min(count, kMostPages);
-        tile.kv_lines = lines_;
-        for (int i = 0; i < tile.num_kv_pages; ++i)
-            tile.kv_pages[i] = kv_.layer + kv_.pages[next_ + i] * kv_.page_bytes;
-        next_ += count;
-    }
-
- private:
-    int share_of(int item, int items) const { return Phases::share_begin(kv_.count, item, items); }
-    const KvPages& kv_;
-    int next_, end_, lines_ = 0;
 };
 
 }  // namespace
@@ -167,7 +169,7 @@ void gemm(Phases& phases, int thread, const GemmJob& job, bf16* scratch) {
         const uint8_t* ahead = next < 0 ? job.next_phase : form.panels + next % cut.panels * bytes;
         if (!ahead) ahead = packed;  // nothing to fetch: lines that are here already
         const int end = std::min(begin + cut.slab, job.m), tiles = (end - begin + cut.tile_rows - 1) / cut.tile_rows;
-        KvShare kv(job.kv_ahead, item, cut.items(job.m), weight.k);
+        KvShare kv(job.kv_ahead, item, cut.items(job.m), phases.threads());
         ProductTile tile{job, packed, scratch, panel, ahead};
         int format = form.format;
         const int lines = (static_cast<int>(group_bytes(format) / 64) + tiles - 1) / tiles;
@@ -184,7 +186,7 @@ void gemm(Phases& phases, int thread, const GemmJob& job, bf16* scratch) {
         }
         for (int i = 0, row = begin; i < tiles; ++i) {  // rows spread evenly: 32 is 11 + 11 + 10, not 12 + 12 + 8
             const int rows = (end - row + tiles - i - 1) / (tiles - i);
-            kv.give(tile, tiles - i);
+            tile.kv = kv.take(tiles - i, weight.k / kGroup);
             tile_function(format, rows)(tile, row);
             tile.ahead += static_cast<size_t>(tile.ahead_lines) * 64 * (weight.k / kGroup);
             if (tile.ahead >= ahead + bytes) tile.ahead_lines = 0;

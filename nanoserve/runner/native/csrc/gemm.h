@@ -1,5 +1,6 @@
 // Matrix products y = x W^T with W packed once, and what is fused to their ends.
 #pragma once
+#include "fetch.h"
 #include "quantize.h"
 #include "simd.h"
 #include "team.h"
@@ -75,14 +76,6 @@ struct Best {
     int index;
 };
 
-// Pages of one layer's KV memory that attention will read after a product: fetched into cache meanwhile.
-struct KvPages {
-    const uint8_t* layer = nullptr;
-    const int* pages = nullptr;
-    int count = 0;
-    size_t page_bytes = 0;
-};
-
 struct GemmJob {
     const Linear* weight;
     const bf16* x;         // [m, k]
@@ -93,7 +86,7 @@ struct GemmJob {
     int ld;
     Best* best = nullptr;                 // [m] of this thread, for kLogits
     const uint8_t* next_phase = nullptr;  // weights that this thread will want after this product
-    KvPages kv_ahead = {};
+    KvPages kv_ahead = {};                // that attention will read after it
 };
 
 // One thread's part of a phase. `scratch` holds k*32 bf16 values, used for quantized weights.

@@ -26,7 +26,11 @@ inline __attribute__((always_inline)) void multiply_four(const int8_t* x, size_t
 // The dot products of one group's 32 k, exact.
 template <int FORMAT, int ROWS>
 inline __attribute__((always_inline)) void multiply_group(const uint8_t* quants, const int8_t* x, size_t stride,
-                                                          __m512i (&dots)[ROWS][2]) {
+                                                          Lines& next, Lines& pages, __m512i (&dots)[ROWS][2]) {
+    auto fetch = [&] {
+#pragma GCC unroll 2
+        for (int i = 0; i < kFetchSteps / (kGroup / 4); ++i) next.fetch_one(), pages.fetch_one();
+    };
 #pragma GCC unroll 6
     for (int i = 0; i < ROWS; ++i) dots[i][0] = dots[i][1] = _mm512_setzero_si512();
     if constexpr (FORMAT == kU4) {
@@ -34,14 +38,18 @@ inline __attribute__((always_inline)) void multiply_group(const uint8_t* quants,
 #pragma GCC unroll 4
         for (int k = 0; k < kGroup; k += 8, quants += 128) {
             const __m512i low = _mm512_loadu_si512(quants), high = _mm512_loadu_si512(quants + 64);
+            fetch();
             multiply_four<ROWS>(x + k, stride, _mm512_and_si512(low, nibble), _mm512_and_si512(high, nibble), dots);
+            fetch();
             multiply_four<ROWS>(x + k + 4, stride, _mm512_and_si512(_mm512_srli_epi16(low, 4), nibble),
                                 _mm512_and_si512(_mm512_srli_epi16(high, 4), nibble), dots);
         }
     } else {
 #pragma GCC unroll 8
-        for (int k = 0; k < kGroup; k += 4, quants += 128)
+        for (int k = 0; k < kGroup; k += 4, quants += 128) {
+            fetch();
             multiply_four<ROWS>(x + k, stride, _mm512_loadu_si512(quants), _mm512_loadu_si512(quants + 64), dots);
+        }
     }
 }
 
@@ -114,14 +122,16 @@ void run_tile(const ProductTile& tile, int row) {
     const float* far = rows.far(row);
     const GroupScale* scales = rows.scales(row);
     const uint8_t *group = tile.packed, *ahead = tile.ahead;
+    KvPieces kv = tile.kv;
     __m512 acc[ROWS][2] = {};
     prefetch_logits<ROWS>(tile, row);
     for (int k0 = 0; k0 < k; k0 += kGroup, group += group_bytes(FORMAT), ++scales) {
-        for (int line = 0; line < tile.ahead_lines; ++line, ahead += 64) prefetch(ahead);
-        fetch_kv(tile, k0);
+        Lines next = Lines::of(ahead, tile.ahead_lines), pages = kv.next();
+        ahead = next.end;
         const uint8_t* quants = group + (FORMAT == kU4 ? 128 : 64);
         __m512i dots[ROWS][2];
-        multiply_group<FORMAT, ROWS>(quants, x + k0, stride, dots);
+        multiply_group<FORMAT, ROWS>(quants, x + k0, stride, next, pages, dots);
+        next.fetch_rest();
         const Weights<FORMAT> weights(group);
         add_dots<FORMAT, ROWS>(weights, scales, stride, dots, acc);
         uint32_t which = 0;

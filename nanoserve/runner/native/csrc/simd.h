@@ -47,9 +47,11 @@ inline __m512i broadcast_four(const void* source) {
 // Two neighbouring bf16 values, the same way.
 inline __m512bh broadcast_pair(const bf16* source) { return reinterpret_cast<__m512bh>(broadcast_four(source)); }
 
-inline void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
-// For what is needed much later: past the first-level cache, from where it moves on to the shared one.
-inline void prefetch_far(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T2); }
+// Inlined by force: gcc takes it for a call that is seldom made where it depends on a condition, and a call in the midst
+// of a product saves all registers.
+inline __attribute__((always_inline)) void prefetch(const void* address) {
+    _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0);
+}
 
 // 2^x for x <= 127; below -126 it is exactly 0, which masked scores rely on. Cephes exp2f polynomial, error 2 ulp.
 inline __m512 exp2_ps(__m512 x) {

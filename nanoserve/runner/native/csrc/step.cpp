@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 
 #include "draw.h"
 
@@ -10,6 +9,7 @@ namespace ns {
 namespace {
 
 constexpr int kPrivateRows = 4;
+constexpr int kRunsPerThread = 4;
 constexpr float kLog2e = 1.44269504f;
 
 // out = v / rms(v) * weight, in fp32; lanes are summed in one fixed order.
@@ -38,85 +38,6 @@ Step::Step(Model& model, const NsBatch& batch, float* logits, int32_t* greedy, c
       one_token_rows_(batch.rows == batch.tokens) {
     // Not with post norms: there a norm also changes the residual stream, which only one thread may do.
     private_rows_ = batch.tokens <= kPrivateRows && !config_.post_norms;
-}
-
-void Step::make_pages() {
-    const int factor = config_.page_factor, width = batch_.max_blocks * factor;
-    if (factor > 1) {
-        pages_.resize(static_cast<size_t>(batch_.rows) * width);
-        for (size_t i = 0; i < pages_.size(); ++i)
-            pages_[i] = batch_.block_tables[i / factor] * factor + static_cast<int>(i % factor);
-    }
-    const int* table = factor > 1 ? pages_.data() : batch_.block_tables;
-    page_table_.resize(batch_.tokens);
-    for (int row = 0; row < batch_.rows; ++row)
-        for (int token = batch_.row_starts[row]; token < batch_.row_starts[row + 1]; ++token)
-            page_table_[token] = table + static_cast<size_t>(row) * width;
-}
-
-AttentionPlan Step::plan_attention(int window, bool logit_tokens_only) const {
-    AttentionPlan plan;
-    plan.window = window;
-    auto add = [&](int token, int count) {
-        plan.tiles.push_back({token, count, batch_.positions[token], page_table_[token]});
-    };
-    if (logit_tokens_only) {
-        for (int i = 0; i < batch_.logit_rows; ++i) add(batch_.logit_tokens[i], 1);
-    } else {
-        const int most = tile_tokens(model_.shape);
-        for (int row = 0; row < batch_.rows; ++row)
-            for (int token = batch_.row_starts[row]; token < batch_.row_starts[row + 1]; token += most)
-                add(token, std::min(most, batch_.row_starts[row + 1] - token));
-    }
-    const int heads = config_.kv_heads, group = model_.shape.group(), tiles = static_cast<int>(plan.tiles.size());
-    const bool few = tiles * heads < 4 * threads_;  // too few items to keep all threads busy: split contexts
-    // Tiles of one row head by head, so that a head's keys and values are still in cache for the next tile.
-    for (int first = 0, end; first < tiles; first = end) {
-        for (end = first + 1; end < tiles && plan.tiles[end].pages == plan.tiles[first].pages;) ++end;
-        for (int head = 0; head < heads; ++head)
-            for (int i = first; i < end; ++i, ++plan.num_groups) {
-                const Tile& tile = plan.tiles[i];
-                const int begin = tile.segment_begin(window), stop = tile.segment_end();
-                const bool split = few && stop - begin > 1;
-                if (!split) plan.items.push_back({i, head, begin, stop, -1, plan.num_groups});
-                if (split) plan.slot_rows = std::max(plan.slot_rows, tile.num_tokens * group);
-                for (int segment = begin; split && segment < stop; ++segment)
-                    plan.items.push_back({i, head, segment, segment + 1, plan.num_slots++, plan.num_groups});
-            }
-    }
-    if (model_.layers[0].qkv.leaves_dram_idle(batch_.tokens))
-        for (const Tile& tile : plan.tiles) {
-            if (tile.num_tokens > 1) continue;  // of a prompt, whose pages many tiles share
-            const int oldest = window > 0 ? std::max(0, tile.first_position - window + 1) : 0;
-            for (int page = oldest / kPageTokens; page <= tile.first_position / kPageTokens; ++page)
-                plan.pages.push_back(tile.pages[page]);
-        }
-    return plan;
-}
-
-// The part of that layer's pages which is fetched during `product`, by its share of the arithmetic in between.
-KvPages Step::kv_during(Product product, int attention_layer) const {
-    if (attention_layer >= config_.layers) return {};
-    const std::vector<int>& pages = plan_for(attention_layer).pages;
-    if (pages.empty()) return {};
-    const Layer& layer = model_.layers[0];
-    const Linear* products[kNumProducts] = {&layer.output, &layer.gate_up, &layer.down, &layer.qkv};
-    int64_t work = 0, before = 0, through = 0;
-    for (int i = 0; i < kNumProducts; ++i) {
-        work += static_cast<int64_t>(num_panels(products[i]->n)) * products[i]->k;
-        if (i < product) before = work;
-        if (i <= product) through = work;
-    }
-    const auto count = static_cast<int64_t>(pages.size());
-    const int64_t begin = count * before / work, end = count * through / work;
-    return {model_.layer_kv(attention_layer), pages.data() + begin, static_cast<int>(end - begin), model_.shape.page()};
-}
-
-const AttentionPlan& Step::plan_for(int layer) const {
-    if (layer + 1 == config_.layers && batch_.logit_rows < batch_.tokens) return last_plan_;
-    for (const AttentionPlan& plan : plans_)
-        if (plan.window == model_.layers[layer].raw.window) return plan;
-    std::abort();  // run() made a plan for every window
 }
 
 bool Step::make_buffers() {
@@ -213,14 +134,24 @@ void Step::work(int thread) {
     if (draw_) draw_tokens(thread);
 }
 
+// A phase of little work on each row: taken in runs, because where threads share no cache every claim and every row that
+// another thread has touched costs more than the work.
+template <class Body>
+void Step::each_row(int thread, int rows, Body body) {
+    const int runs = std::min(rows, kRunsPerThread * threads_);
+    model_.phases.begin(thread, runs);
+    for (int run; (run = model_.phases.claim(thread)) >= 0;)
+        for (int row = Phases::share_begin(rows, run, runs); row < Phases::share_begin(rows, run + 1, runs); ++row)
+            body(row);
+}
+
 void Step::embed(int thread) {
-    model_.phases.begin(thread, batch_.tokens);
     const __m512 scale = _mm512_set1_ps(config_.embed_scale);
-    for (int token; (token = model_.phases.claim(thread)) >= 0;) {
+    each_row(thread, batch_.tokens, [&](int token) {
         const bf16* row = model_.embedding + static_cast<size_t>(batch_.token_ids[token]) * config_.hidden;
         float* x = x_ + static_cast<size_t>(token) * config_.hidden;
         for (int i = 0; i < config_.hidden; i += 16) _mm512_storeu_ps(x + i, _mm512_mul_ps(load_bf16(row + i), scale));
-    }
+    });
 }
 
 // One row of a product's input; `integer_k` is its length where the weights are integers, else 0.
@@ -247,8 +178,7 @@ void Step::multiply(int thread, const Linear& weight, const Input& input, int ro
     const int integer_k = is_integer(weight.form(rows).format) ? weight.k : 0;
     const bool prepares = input.norm || integer_k;
     if (prepares && !private_rows_) {
-        model_.phases.begin(thread, rows);
-        for (int row; (row = model_.phases.claim(thread)) >= 0;) prepare_row(thread, row, input, integer_k);
+        each_row(thread, rows, [&](int row) { prepare_row(thread, row, input, integer_k); });
     }
     if (!model_.phases.begin(thread, gemm_items(weight, rows))) return;
     if (prepares && private_rows_)
@@ -295,9 +225,9 @@ void Step::rotate_head(const Layer& layer, int token, int kv_head, uint8_t* kv) 
 }
 
 void Step::rotate(int thread, const Layer& layer, uint8_t* kv) {
-    model_.phases.begin(thread, batch_.tokens);
-    for (int token; (token = model_.phases.claim(thread)) >= 0;)
+    each_row(thread, batch_.tokens, [&](int token) {
         for (int head = 0; head < config_.kv_heads; ++head) rotate_head(layer, token, head, kv);
+    });
 }
 
 Partial Step::slot(const AttentionPlan& plan, int index) const {

@@ -42,13 +42,16 @@ struct AttentionItem {
     int group;  // which (tile, kv head) it belongs to
 };
 
+// The products between one layer's attention and the next one's, in order.
+enum Product { kOutput, kGateUp, kDown, kQkv, kNumProducts };
+
 struct AttentionPlan {
     int window = 0;
     std::vector<Tile> tiles;
     std::vector<AttentionItem> items;
     int num_slots = 0, num_groups = 0;
     int slot_rows = 0;  // query rows a slot has room for
-    std::vector<int> pages;  // that single tokens read and that are worth fetching during the products before
+    PageShares fetches[kNumProducts];  // pages that are fetched during the products before
 };
 
 // What goes into a product, row by row: `x` as it is, or, where that is null, the normed residual (with `post_norm`, after
@@ -57,9 +60,6 @@ struct Input {
     const bf16* x = nullptr;
     const float *norm = nullptr, *post_norm = nullptr;
 };
-
-// The products between one layer's attention and the next one's, in order.
-enum Product { kOutput, kGateUp, kDown, kQkv, kNumProducts };
 
 struct Model {
     NsConfig config;
@@ -86,14 +86,17 @@ class Step {
     bool run();
 
  private:
-    // Before the team starts.
+    // Before the team starts (step_plan.cpp, make_buffers apart).
     void make_pages();
     AttentionPlan plan_attention(int window, bool logit_tokens_only) const;
     const AttentionPlan& plan_for(int layer) const;
+    void plan_fetches(AttentionPlan& plan) const;
     KvPages kv_during(Product product, int attention_layer) const;
     bool make_buffers();
     // What each thread does; every one of these waits for the one before to be complete.
     void work(int thread);
+    template <class Body>
+    void each_row(int thread, int rows, Body body);
     void embed(int thread);
     void multiply(int thread, const Linear& weight, const Input& input, int rows, Epilogue epilogue, void* out, int ld,
                   const uint8_t* next, const KvPages& kv_ahead = {});

@@ -104,6 +104,8 @@ class Phases {
         return static_cast<int>(static_cast<int64_t>(total) * thread / threads);
     }
 
+    int threads() const { return team_.size(); }
+
     // Before a run of phases, while no thread of the team is in one.
     void reset() {
         done_.store(0, std::memory_order_relaxed);

@@ -1,0 +1,102 @@
+// What a step plans before its threads start: page tables, attention's items, and what is fetched when.
+#include <algorithm>
+#include <cstdlib>
+
+#include "step.h"
+
+namespace ns {
+
+void Step::make_pages() {
+    const int factor = config_.page_factor, width = batch_.max_blocks * factor;
+    if (factor > 1) {
+        pages_.resize(static_cast<size_t>(batch_.rows) * width);
+        for (size_t i = 0; i < pages_.size(); ++i)
+            pages_[i] = batch_.block_tables[i / factor] * factor + static_cast<int>(i % factor);
+    }
+    const int* table = factor > 1 ? pages_.data() : batch_.block_tables;
+    page_table_.resize(batch_.tokens);
+    for (int row = 0; row < batch_.rows; ++row)
+        for (int token = batch_.row_starts[row]; token < batch_.row_starts[row + 1]; ++token)
+            page_table_[token] = table + static_cast<size_t>(row) * width;
+}
+
+AttentionPlan Step::plan_attention(int window, bool logit_tokens_only) const {
+    AttentionPlan plan;
+    plan.window = window;
+    auto add = [&](int token, int count) {
+        plan.tiles.push_back({token, count, batch_.positions[token], page_table_[token]});
+    };
+    if (logit_tokens_only) {
+        for (int i = 0; i < batch_.logit_rows; ++i) add(batch_.logit_tokens[i], 1);
+    } else {
+        const int most = tile_tokens(model_.shape);
+        for (int row = 0; row < batch_.rows; ++row)
+            for (int token = batch_.row_starts[row]; token < batch_.row_starts[row + 1]; token += most)
+                add(token, std::min(most, batch_.row_starts[row + 1] - token));
+    }
+    const int heads = config_.kv_heads, group = model_.shape.group(), tiles = static_cast<int>(plan.tiles.size());
+    const bool few = tiles * heads < 4 * threads_;  // too few items to keep all threads busy: split contexts
+    // Tiles of one row head by head, so that a head's keys and values are still in cache for the next tile.
+    for (int first = 0, end; first < tiles; first = end) {
+        for (end = first + 1; end < tiles && plan.tiles[end].pages == plan.tiles[first].pages;) ++end;
+        for (int head = 0; head < heads; ++head)
+            for (int i = first; i < end; ++i, ++plan.num_groups) {
+                const Tile& tile = plan.tiles[i];
+                const int begin = tile.segment_begin(window), stop = tile.segment_end();
+                const bool split = few && stop - begin > 1;
+                if (!split) plan.items.push_back({i, head, begin, stop, -1, plan.num_groups});
+                if (split) plan.slot_rows = std::max(plan.slot_rows, tile.num_tokens * group);
+                for (int segment = begin; split && segment < stop; ++segment)
+                    plan.items.push_back({i, head, segment, segment + 1, plan.num_slots++, plan.num_groups});
+            }
+    }
+    if (model_.layers[0].qkv.leaves_dram_idle(batch_.tokens)) plan_fetches(plan);
+    return plan;
+}
+
+// Which pages are fetched during which product: those that single tokens read, for each thread of its own share, over
+// the products by their share of the arithmetic. Not a prompt's, which many tiles share.
+void Step::plan_fetches(AttentionPlan& plan) const {
+    const Layer& layer = model_.layers[0];
+    const Linear* products[kNumProducts] = {&layer.output, &layer.gate_up, &layer.down, &layer.qkv};
+    int64_t work[kNumProducts + 1] = {};
+    for (int i = 0; i < kNumProducts; ++i)
+        work[i + 1] = work[i] + static_cast<int64_t>(num_panels(products[i]->n)) * products[i]->k;
+    const int items = static_cast<int>(plan.items.size());
+    std::vector<int> own;
+    for (int thread = 0, item = 0, tile = -1; thread < threads_; ++thread) {
+        own.clear();
+        for (const int end = Phases::share_begin(items, thread + 1, threads_); item < end; ++item) {
+            if (plan.items[item].tile == tile) continue;  // another head of it, or another part
+            tile = plan.items[item].tile;
+            const Tile& read = plan.tiles[tile];
+            if (read.num_tokens > 1) continue;
+            const int oldest = plan.window > 0 ? std::max(0, read.first_position - plan.window + 1) : 0;
+            own.insert(own.end(), read.pages + oldest / kPageTokens, read.pages + read.first_position / kPageTokens + 1);
+        }
+        const auto count = static_cast<int64_t>(own.size());
+        for (int i = 0; i < kNumProducts; ++i) {
+            PageShares& shares = plan.fetches[i];
+            shares.pages.insert(shares.pages.end(), own.begin() + count * work[i] / work[kNumProducts],
+                                own.begin() + count * work[i + 1] / work[kNumProducts]);
+            shares.begin[thread + 1] = static_cast<int>(shares.pages.size());
+        }
+    }
+}
+
+// What is fetched during `product` for that layer's attention.
+KvPages Step::kv_during(Product product, int attention_layer) const {
+    if (attention_layer >= config_.layers) return {};
+    const PageShares& shares = plan_for(attention_layer).fetches[product];
+    if (shares.pages.empty()) return {};
+    return {model_.layer_kv(attention_layer), &shares, model_.shape.page()};
+}
+
+const AttentionPlan& Step::plan_for(int layer) const {
+    if (layer + 1 == config_.layers && batch_.logit_rows < batch_.tokens) return last_plan_;
+    for (const AttentionPlan& plan : plans_)
+        if (plan.window == model_.layers[layer].raw.window) return plan;
+    std::abort();  // run() made a plan for every window
+}
+
+}  // namespace ns
