@@ -24,7 +24,7 @@ constexpr int kU8Zero = 128;  // the byte that stands for a weight of 0
 constexpr int kPanel = 32;
 constexpr int kFewRows = 12;  // from here on decoding costs more than the memory traffic it saves
 // From this many rows on, arithmetic bounds a product and DRAM has time for other things.
-constexpr int kBusyRows = 24, kBusyQuantizedRows = 5;
+constexpr int kBusyRows = 24, kBusyQuantizedRows = 4;
 
 struct Form {
     int format = kBf16;

@@ -36,26 +36,32 @@ AttentionPlan Step::plan_attention(int window, bool logit_tokens_only) const {
     }
     const int heads = config_.kv_heads, group = model_.shape.group(), tiles = static_cast<int>(plan.tiles.size());
     const bool few = tiles * heads < 4 * threads_;  // too few items to keep all threads busy: split contexts
-    // Tiles of one row head by head, so that a head's keys and values are still in cache for the next tile.
+    auto add_items = [&](int head, int first, int end) {
+        for (int i = first; i < end; ++i, ++plan.num_groups) {
+            const Tile& tile = plan.tiles[i];
+            const int begin = tile.segment_begin(window), stop = tile.segment_end();
+            const bool split = few && stop - begin > 1;
+            if (!split) plan.items.push_back({i, head, begin, stop, -1, plan.num_groups});
+            if (split) plan.slot_rows = std::max(plan.slot_rows, tile.num_tokens * group);
+            for (int segment = begin; split && segment < stop; ++segment)
+                plan.items.push_back({i, head, segment, segment + 1, plan.num_slots++, plan.num_groups});
+        }
+    };
+    // Tiles of one row head by head, so that a head's keys and values are still in cache for the next tile; and in one
+    // part for each thread, whose rows are then much the same in all phases.
     for (int first = 0, end; first < tiles; first = end) {
         for (end = first + 1; end < tiles && plan.tiles[end].pages == plan.tiles[first].pages;) ++end;
-        for (int head = 0; head < heads; ++head)
-            for (int i = first; i < end; ++i, ++plan.num_groups) {
-                const Tile& tile = plan.tiles[i];
-                const int begin = tile.segment_begin(window), stop = tile.segment_end();
-                const bool split = few && stop - begin > 1;
-                if (!split) plan.items.push_back({i, head, begin, stop, -1, plan.num_groups});
-                if (split) plan.slot_rows = std::max(plan.slot_rows, tile.num_tokens * group);
-                for (int segment = begin; split && segment < stop; ++segment)
-                    plan.items.push_back({i, head, segment, segment + 1, plan.num_slots++, plan.num_groups});
-            }
+        for (int part = 0, parts = std::min(threads_, end - first); part < parts; ++part)
+            for (int head = 0; head < heads; ++head)
+                add_items(head, first + Phases::share_begin(end - first, part, parts),
+                          first + Phases::share_begin(end - first, part + 1, parts));
     }
     if (model_.layers[0].qkv.leaves_dram_idle(batch_.tokens)) plan_fetches(plan);
     return plan;
 }
 
-// Which pages are fetched during which product: those that single tokens read, for each thread of its own share, over
-// the products by their share of the arithmetic. Not a prompt's, which many tiles share.
+// Which pages are fetched during which product, for each thread those that it reads first, over the products by their
+// share of the arithmetic: all that a single token reads, and what lies before a prompt's chunk.
 void Step::plan_fetches(AttentionPlan& plan) const {
     const Layer& layer = model_.layers[0];
     const Linear* products[kNumProducts] = {&layer.output, &layer.gate_up, &layer.down, &layer.qkv};
@@ -64,15 +70,16 @@ void Step::plan_fetches(AttentionPlan& plan) const {
         work[i + 1] = work[i] + static_cast<int64_t>(num_panels(products[i]->n)) * products[i]->k;
     const int items = static_cast<int>(plan.items.size());
     std::vector<int> own;
-    for (int thread = 0, item = 0, tile = -1; thread < threads_; ++thread) {
+    const int* row = nullptr;  // the last one's pages
+    for (int thread = 0, item = 0; thread < threads_; ++thread) {
         own.clear();
         for (const int end = Phases::share_begin(items, thread + 1, threads_); item < end; ++item) {
-            if (plan.items[item].tile == tile) continue;  // another head of it, or another part
-            tile = plan.items[item].tile;
-            const Tile& read = plan.tiles[tile];
-            if (read.num_tokens > 1) continue;
-            const int oldest = plan.window > 0 ? std::max(0, read.first_position - plan.window + 1) : 0;
-            own.insert(own.end(), read.pages + oldest / kPageTokens, read.pages + read.first_position / kPageTokens + 1);
+            const Tile& tile = plan.tiles[plan.items[item].tile];
+            if (tile.pages == row) continue;  // another head or part of it
+            row = tile.pages;
+            const int oldest = plan.window > 0 ? std::max(0, tile.first_position - plan.window + 1) : 0;
+            const int after = tile.first_position / kPageTokens + (tile.num_tokens == 1 ? 1 : 0);
+            own.insert(own.end(), row + oldest / kPageTokens, row + after);
         }
         const auto count = static_cast<int64_t>(own.size());
         for (int i = 0; i < kNumProducts; ++i) {
