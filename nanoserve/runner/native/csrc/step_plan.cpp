@@ -1,10 +1,23 @@
 // What a step plans before its threads start: page tables, attention's items, and what is fetched when.
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 
 #include "step.h"
 
 namespace ns {
+namespace {
+
+// Of one layer, for all threads together: a quarter of a die's 32 MiB of L3 cache. More drives out what was fetched before
+// it, and the weights (docs/bench-log.md). What the system says can only lower it: a guest may be told of the whole socket.
+size_t most_fetched_bytes() {
+    constexpr long kMost = 8 << 20;
+    static const long cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+    return static_cast<size_t>(cache > 0 ? std::min(kMost, cache / 4) : kMost);
+}
+
+}  // namespace
 
 void Step::make_pages() {
     const int factor = config_.page_factor, width = batch_.max_blocks * factor;
@@ -61,7 +74,8 @@ AttentionPlan Step::plan_attention(int window, bool logit_tokens_only) const {
 }
 
 // Which pages are fetched during which product, for each thread those that it reads first, over the products by their
-// share of the arithmetic: all that a single token reads, and what lies before a prompt's chunk.
+// share of the arithmetic: what single tokens read, and what lies before a prompt's chunk. The first of it where it is
+// much.
 void Step::plan_fetches(AttentionPlan& plan) const {
     const Layer& layer = model_.layers[0];
     const Linear* products[kNumProducts] = {&layer.output, &layer.gate_up, &layer.down, &layer.qkv};
@@ -69,11 +83,13 @@ void Step::plan_fetches(AttentionPlan& plan) const {
     for (int i = 0; i < kNumProducts; ++i)
         work[i + 1] = work[i] + static_cast<int64_t>(num_panels(products[i]->n)) * products[i]->k;
     const int items = static_cast<int>(plan.items.size());
+    const size_t most = most_fetched_bytes() / threads_ / model_.shape.page();  // pages of a thread
     std::vector<int> own;
     const int* row = nullptr;  // the last one's pages
     for (int thread = 0, item = 0; thread < threads_; ++thread) {
         own.clear();
         for (const int end = Phases::share_begin(items, thread + 1, threads_); item < end; ++item) {
+            if (own.size() >= most) continue;
             const Tile& tile = plan.tiles[plan.items[item].tile];
             if (tile.pages == row) continue;  // another head or part of it
             row = tile.pages;
@@ -81,7 +97,7 @@ void Step::plan_fetches(AttentionPlan& plan) const {
             const int after = tile.first_position / kPageTokens + (tile.num_tokens == 1 ? 1 : 0);
             own.insert(own.end(), row + oldest / kPageTokens, row + after);
         }
-        const auto count = static_cast<int64_t>(own.size());
+        const auto count = static_cast<int64_t>(std::min(own.size(), most));
         for (int i = 0; i < kNumProducts; ++i) {
             PageShares& shares = plan.fetches[i];
             shares.pages.insert(shares.pages.end(), own.begin() + count * work[i] / work[kNumProducts],
