@@ -54,10 +54,6 @@ struct Q8Columns {
     }
 };
 
-inline void prefetch_group(const uint8_t* ahead, int format) {
-    for (size_t line = 0; line < group_bytes(format); line += 64) prefetch(ahead + line);
-}
-
 // One group into `target`: 32 k of 32 columns.
 template <class Columns>
 inline void decode_group(bf16* target, const uint8_t* group) {

@@ -1,8 +1,9 @@
 // What a product fetches into cache on its way: the weights that come next, and the keys and values that attention reads
 // after it. DRAM has nothing else to do while the core computes.
 //
-// Lines are fetched one by one between the arithmetic. The core drops a prefetch that finds no miss buffer free, and
-// within a product that is the fate of most of a burst: of eleven lines at a time hardly any came (docs/bench-log.md).
+// Lines are fetched one by one between the arithmetic, and only what is left at the end of a group of k together. The core
+// drops a prefetch that finds no miss buffer free, and within a product that is the fate of most of a burst: of eleven
+// lines at a time hardly any came (docs/bench-log.md).
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -29,7 +30,7 @@ struct Lines {
     }
 };
 
-// Pages of KV memory to be fetched during one product, by the thread that will read them. begin: of each thread's.
+// Pages of KV memory to be fetched during one product, by the thread that reads them first. begin: of each thread's.
 struct PageShares {
     std::vector<int> pages;
     int begin[kMaxThreads + 1] = {};
@@ -78,18 +79,16 @@ class KvPieces {
 // The part of a product's KV pages that one of its items fetches: of the pages of the thread in whose share it is.
 class KvShare {
  public:
-    KvShare(const KvPages& kv, int item, int items, int threads) : kv_(kv) {
+    KvShare(const KvPages& kv, int item, const Phases::Share& share) : kv_(kv) {
         if (!kv.shares) return;
-        int owner = 0;
-        while (Phases::share_begin(items, owner + 1, threads) <= item) ++owner;
-        const int first = Phases::share_begin(items, owner, threads);
-        const int share = Phases::share_begin(items, owner + 1, threads) - first;
-        first_page_ = kv.shares->begin[owner];
-        const int pieces = (kv.shares->begin[owner + 1] - first_page_) * KvPieces::in_page(kv.page_bytes);
-        next_ = Phases::share_begin(pieces, item - first, share);
-        end_ = Phases::share_begin(pieces, item - first + 1, share);
+        first_page_ = kv.shares->begin[share.owner];
+        const int pieces = (kv.shares->begin[share.owner + 1] - first_page_) * KvPieces::in_page(kv.page_bytes);
+        const int place = item - share.begin, items = share.end - share.begin;
+        next_ = Phases::share_begin(pieces, place, items);
+        end_ = Phases::share_begin(pieces, place + 1, items);
     }
-    // For one of the item's tiles of which `left`, this one included, are still to come; `most`: its groups of k.
+    // For one of the item's tiles of which `left`, this one included, are still to come; `most`: its groups of k. What is
+    // more than that is not fetched.
     KvPieces take(int left, int most) {
         const int count = (end_ - next_ + left - 1) / left;
         if (count <= 0) return {};

@@ -105,7 +105,7 @@ void decode_panel(const ProductTile& tile) {
     const uint8_t *group = tile.packed, *ahead = tile.ahead;
     for (int k0 = 0; k0 < tile.job.weight->k;
          k0 += kGroup, group += group_bytes(FORMAT), ahead += group_bytes(FORMAT)) {
-        prefetch_group(ahead, FORMAT);
+        Lines::of(ahead, group_bytes(FORMAT) / kLine).fetch_rest();
         decode_group<Columns>(tile.decoded + static_cast<size_t>(k0) * kPanel, group);
     }
 }
@@ -169,10 +169,10 @@ void gemm(Phases& phases, int thread, const GemmJob& job, bf16* scratch) {
         const uint8_t* ahead = next < 0 ? job.next_phase : form.panels + next % cut.panels * bytes;
         if (!ahead) ahead = packed;  // nothing to fetch: lines that are here already
         const int end = std::min(begin + cut.slab, job.m), tiles = (end - begin + cut.tile_rows - 1) / cut.tile_rows;
-        KvShare kv(job.kv_ahead, item, cut.items(job.m), phases.threads());
+        KvShare kv(job.kv_ahead, item, phases.share_of_claimed(thread));
         ProductTile tile{job, packed, scratch, panel, ahead};
         int format = form.format;
-        const int lines = (static_cast<int>(group_bytes(format) / 64) + tiles - 1) / tiles;
+        const int lines = (static_cast<int>(group_bytes(format) / kLine) + tiles - 1) / tiles;
         if (is_integer(format)) {
             tile.ahead_lines = lines;
         } else if (format != kBf16 && end - begin > kFusedRows) {
@@ -188,7 +188,7 @@ void gemm(Phases& phases, int thread, const GemmJob& job, bf16* scratch) {
             const int rows = (end - row + tiles - i - 1) / (tiles - i);
             tile.kv = kv.take(tiles - i, weight.k / kGroup);
             tile_function(format, rows)(tile, row);
-            tile.ahead += static_cast<size_t>(tile.ahead_lines) * 64 * (weight.k / kGroup);
+            tile.ahead += static_cast<size_t>(tile.ahead_lines) * kLine * (weight.k / kGroup);
             if (tile.ahead >= ahead + bytes) tile.ahead_lines = 0;
             row += rows;
         }

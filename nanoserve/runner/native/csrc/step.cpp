@@ -177,9 +177,8 @@ void Step::multiply(int thread, const Linear& weight, const Input& input, int ro
                     int ld, const uint8_t* next, const KvPages& kv_ahead) {
     const int integer_k = is_integer(weight.form(rows).format) ? weight.k : 0;
     const bool prepares = input.norm || integer_k;
-    if (prepares && !private_rows_) {
+    if (prepares && !private_rows_)
         each_row(thread, rows, [&](int row) { prepare_row(thread, row, input, integer_k); });
-    }
     if (!model_.phases.begin(thread, gemm_items(weight, rows))) return;
     if (prepares && private_rows_)
         for (int row = 0; row < rows; ++row) prepare_row(thread, row, input, integer_k);

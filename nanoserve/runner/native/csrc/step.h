@@ -86,13 +86,14 @@ class Step {
     bool run();
 
  private:
-    // Before the team starts (step_plan.cpp, make_buffers apart).
+    // Before the team starts (all but make_buffers in step_plan.cpp).
     void make_pages();
     AttentionPlan plan_attention(int window, bool logit_tokens_only) const;
-    const AttentionPlan& plan_for(int layer) const;
     void plan_fetches(AttentionPlan& plan) const;
-    KvPages kv_during(Product product, int attention_layer) const;
     bool make_buffers();
+    // What was planned, for the threads to look up.
+    const AttentionPlan& plan_for(int layer) const;
+    KvPages kv_during(Product product, int attention_layer) const;
     // What each thread does; every one of these waits for the one before to be complete.
     void work(int thread);
     template <class Body>

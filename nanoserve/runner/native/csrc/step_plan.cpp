@@ -1,4 +1,4 @@
-// What a step plans before its threads start: page tables, attention's items, and what is fetched when.
+// A step's plans, made before its threads start: page tables, attention's items, and what is fetched when.
 #include <unistd.h>
 
 #include <algorithm>
@@ -74,8 +74,8 @@ AttentionPlan Step::plan_attention(int window, bool logit_tokens_only) const {
 }
 
 // Which pages are fetched during which product, for each thread those that it reads first, over the products by their
-// share of the arithmetic: what single tokens read, and what lies before a prompt's chunk. The first of it where it is
-// much.
+// share of the arithmetic: what single tokens read, and what lies before a prompt's chunk (where several threads read it,
+// the first fetches it). At most most_fetched_bytes, the pages that are read first.
 void Step::plan_fetches(AttentionPlan& plan) const {
     const Layer& layer = model_.layers[0];
     const Linear* products[kNumProducts] = {&layer.output, &layer.gate_up, &layer.down, &layer.qkv};

@@ -104,8 +104,6 @@ class Phases {
         return static_cast<int>(static_cast<int64_t>(total) * thread / threads);
     }
 
-    int threads() const { return team_.size(); }
-
     // Before a run of phases, while no thread of the team is in one.
     void reset() {
         done_.store(0, std::memory_order_relaxed);
@@ -147,6 +145,15 @@ class Phases {
             if (done == local.until) done_.notify_all();  // a system call only if somebody sleeps
         }
         return -1;
+    }
+
+    // Whose share the item that claim() returned last is of, and that share.
+    struct Share {
+        int owner, begin, end;
+    };
+    Share share_of_claimed(int thread) const {
+        const Local& local = locals_[thread];
+        return {local.victim, local.share, local.end};
     }
 
     // The item that claim() will probably return, or -1: for prefetching.
