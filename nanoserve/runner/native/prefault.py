@@ -3,11 +3,11 @@
 Used by `backend`. Threads of the engine process, which the system runs only where a core has nothing else to do.
 
 The layers lie one after the other, so a step whose requests come to fresh blocks touches a fresh huge page in every
-layer, all at once. In a virtual machine whose host has to find that memory first a huge page takes 2 to 5 ms: 140 ms in
-one step, or 10 % of the time in which a prompt is computed. To touch everything at the start would take seconds, and
-the memory of a pool that may never be used; hence a lead over the blocks in use. And even idle priority takes its time
-from a step (the system does not leave off in the middle of a huge page), so while nothing runs the lead is larger: a
-server that rests now and then has its memory before the load asks for it.
+layer, all at once. In a virtual machine whose host has to find that memory first a huge page takes 1 to 5 ms: 140 ms in
+one step, or 8 % of the time in which prompts are computed. To touch everything before the server is ready would take
+seconds, hence a lead over the blocks in use. But even idle priority takes its time from a step (the system does not
+leave off in the middle of a huge page), so all of the memory becomes real while nothing runs: as a rule within seconds
+after the start. From then on no load can find that the system has not enough of it, either.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from nanoserve.runner.kv_cache import free_memory
 
 _PIECE = 2 << 20  # bytes at a time: a huge page
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; elsewhere memory becomes real when it is touched
 LEAD_BYTES = 256 << 20
-LEAD_AT_REST_BYTES = 512 << 20  # or as much as is in use, if that is more
 LEAST_BYTES = 64 << 20  # a smaller pool is not worth a thread
 REST_SECONDS = 0.05  # without a step, and the engine rests
 _LOAD = Path("/proc/loadavg")
 POLL_SECONDS = 0.2  # between looks at whether it rests
+NO_ROOM_SECONDS = 10.0  # the same where memory is short
 _MAX_THREADS = 4  # each finds memory at the same speed beside the others, and has layers of its own
 
 
 class Prefault:
-    """Keeps the first blocks of `memory` real: those up to the last one used, and LEAD_BYTES more; at rest
-    LEAD_AT_REST_BYTES more, or twice those in use.
+    """Keeps the first blocks of `memory` real: those up to the last one used, and LEAD_BYTES more; at rest all of
+    them, as long as the system keeps at least as much for others as this takes.
 
     `memory` is [num_stripes][num_blocks] with equal bytes for each block: one stripe per layer.
     """
@@ -45,9 +48,8 @@ class Prefault:
         self._memory = memory
         self._stripe_bytes = memory.nbytes // num_stripes
         self._block_bytes = self._stripe_bytes / max(num_blocks, 1)
-        self._lead, self._lead_at_rest = LEAD_BYTES // num_stripes, LEAD_AT_REST_BYTES // num_stripes
+        self._lead = LEAD_BYTES // num_stripes
         self._wanted = min(self._lead, self._stripe_bytes)  # bytes of each stripe
-        self._wanted_at_rest = min(self._lead_at_rest, self._stripe_bytes)
         self._in_step = False
         self._step_ended = 0.0  # time.monotonic()
         self._stopping = False
@@ -75,7 +77,6 @@ class Prefault:
         wanted = min(used + self._lead, self._stripe_bytes)
         if wanted >= min(self._wanted + _PIECE, self._stripe_bytes) > self._wanted:
             self._wanted = wanted
-            self._wanted_at_rest = min(used + max(used, self._lead_at_rest), self._stripe_bytes)
             self._wake()
 
     def close(self) -> None:
@@ -94,19 +95,25 @@ class Prefault:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread's alone
         can_populate = True
         while can_populate and not self._stopping and self._num_bytes[thread] < self._stripe_bytes:
-            self._wakes[thread].wait(POLL_SECONDS if self._num_bytes[thread] < self._wanted_at_rest else None)
+            is_short = self._engine_rests() and not self._is_room(self._num_bytes[thread])
+            self._wakes[thread].wait(NO_ROOM_SECONDS if is_short else POLL_SECONDS)
             self._wakes[thread].clear()
             while can_populate and self._has_to_do(thread):
                 can_populate = self._make_real(thread)
 
     def _has_to_do(self, thread: int) -> bool:
         num_bytes = self._num_bytes[thread]
-        if self._stopping or num_bytes >= self._wanted_at_rest:
+        if self._stopping or num_bytes >= self._stripe_bytes:
             return False
-        return num_bytes < self._wanted or (self._engine_rests() and not others_run())
+        return num_bytes < self._wanted or (self._engine_rests() and not others_run() and self._is_room(num_bytes))
 
     def _engine_rests(self) -> bool:
         return not self._in_step and time.monotonic() - self._step_ended > REST_SECONDS
+
+    def _is_room(self, num_bytes: int) -> bool:
+        """Whether others are left with at least as much memory as what is missing here: they may have come later."""
+        missing = (self._stripe_bytes - num_bytes) * (self._memory.nbytes // self._stripe_bytes)
+        return free_memory(torch.device("cpu")) >= 2 * missing
 
     def _make_real(self, thread: int) -> bool:
         """The next piece of this thread's stripes, again what a step interrupts. False where the system cannot."""
