@@ -48,7 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mistral": {**_BASE, "architectures": ["MistralForCausalLM"], "sliding_window": 40},
     "mistral-long-window": {**_BASE, "architectures": ["MistralForCausalLM"], "sliding_window": 300},
-    "qwen2": {**_BASE, "architectures": ["Qwen2ForCausalLM"]},
+    "qwen2": {**_BASE, "architectures": ["Qwen2ForCausalLM"], "head_dim": 64},
     "qwen3": {**_BASE, "architectures": ["Qwen3ForCausalLM"], "head_dim": 64},
     "gemma3": {**_BASE, **_GEMMA, "architectures": ["Gemma3ForCausalLM"], "head_dim": 96},
     "gemma3-256": {**_BASE, **_GEMMA, "architectures": ["Gemma3ForCausalLM"], "head_dim": 256},
@@ -112,14 +112,14 @@ def check_company(backend: ForwardBackend) -> None:
     each are the bits of that sequence alone."""
     alone = logits_of(backend, [400])
     sequences = Sequences(backend, 16, 160, 3)
-    rows = [sequences.add(IDS[:length]) for length in (17, 33, 300, 400, 64)]
+    rows = [sequences.add(IDS[:length]) for length in (17, 34, 300, 400, 64)]
     shared = sequences.add(IDS[:90], sequences.table(rows[3])[:4])
-    sequences.run([(rows[0], 0, 16), (rows[1], 0, 32), (rows[3], 0, 380)])
+    sequences.run([(rows[0], 0, 16), (rows[1], 0, 33), (rows[3], 0, 380)])
     mixed = [
         (rows[0], 16, 1),
+        (rows[1], 33, 1),  # the place in its block that would come after the row before
         (rows[2], 0, 137),
         (rows[3], 380, 0),
-        (rows[1], 32, 1),
         (shared, 64, 26),
         (rows[3], 380, 20),
         (rows[4], 0, 64),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ from nanoserve.runner.native.library import Format, SourceType
 from nanoserve.runner.native.memory import allocate
 
 Bytes = npt.NDArray[np.uint8]
+Rows = npt.NDArray[np.intp]
+Part = TypeVar("Part", Bytes, torch.Tensor)
 Progress = Callable[[float], None]
 
 _FEW = "_few"  # suffix of sections that hold a matrix a second time
@@ -50,12 +53,17 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One packed matrix: the checkpoint tensors that are stacked in it. `paired`: gate and up interleaved."""
+    """One packed matrix: the checkpoint tensors that are stacked in it.
+
+    `paired`: gate and up are interleaved. `order`: the rows of each tensor in the order they are packed in, or None
+    where they stay; empty: all stay.
+    """
 
     names: tuple[str, ...]
     n: int
     k: int
     paired: bool = False
+    order: tuple[Rows | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +104,7 @@ def matrices(spec: ModelSpec) -> dict[str, Matrix]:
     for index in range(spec.num_layers):
         attention, feed = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
         qkv = tuple(f"{attention}{name}_proj.weight" for name in "qkv")
-        found[f"{index}.qkv"] = Matrix(qkv, spec.q_size + 2 * spec.kv_size, hidden)
+        found[f"{index}.qkv"] = Matrix(qkv, spec.q_size + 2 * spec.kv_size, hidden, order=_qkv_order(spec))
         found[f"{index}.output"] = Matrix((f"{attention}o_proj.weight",), hidden, spec.q_size)
         gate_up = (f"{feed}gate_proj.weight", f"{feed}up_proj.weight")
         found[f"{index}.gate_up"] = Matrix(gate_up, 2 * mlp, hidden, paired=True)
@@ -104,6 +112,16 @@ def matrices(spec: ModelSpec) -> dict[str, Matrix]:
     head = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
     found["head"] = Matrix((head,), spec.vocab_size, hidden)
     return found
+
+
+def rotary_order(num_heads: int, head_dim: int) -> Rows:
+    """Where the rows of rotated heads come from: 16 of a head's first half, the 16 they are rotated with, and so on."""
+    pieces = np.arange(num_heads * head_dim).reshape(num_heads, 2, head_dim // 32, 16)
+    return pieces.swapaxes(1, 2).reshape(-1)
+
+
+def _qkv_order(spec: ModelSpec) -> tuple[Rows | None, ...]:
+    return rotary_order(spec.num_heads, spec.head_dim), rotary_order(spec.num_kv_heads, spec.head_dim), None
 
 
 def vectors(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
@@ -173,7 +191,12 @@ def pack_weights(
 ) -> None:
     """Fills the block, emptying `weights` on the way so that the peak stays near one copy."""
     for section, names in vectors(spec).items():
-        joined = torch.cat([weights.tensors.pop(name).float() for name in names])
+        parts = [weights.tensors.pop(name).float() for name in names]
+        if section.endswith("qkv_bias"):
+            parts = _reordered(parts, _qkv_order(spec))
+        elif section.endswith((".q_norm", ".k_norm")):
+            parts = _reordered(parts, (rotary_order(1, spec.head_dim),))
+        joined = torch.cat(parts)
         if section.endswith("norm"):
             joined = joined + spec.norm_offset
         packed.view(section).view(np.float32)[:] = joined.numpy()
@@ -191,6 +214,12 @@ def pack_weights(
         progress(count / len(todo))
 
 
+def _reordered(parts: list[Part], order: tuple[Rows | None, ...]) -> list[Part]:
+    """Each part with its rows in that order; no order: as they are."""
+    every = order or (None,) * len(parts)
+    return [part if rows is None else part[rows] for part, rows in zip(parts, every, strict=True)]
+
+
 def _forms(kind: SourceType) -> tuple[Format, Format]:
     """The two forms that blocks of a type are packed in."""
     return _GGUF_FORMATS[kind], _INTEGERS[_GGUF_FORMATS[kind]]
@@ -204,10 +233,11 @@ def _source(
     blocks = [row for row in rows if row is not None and form in _forms(row.kind)]
     tensors = [weights.tensors[name] if keep else weights.tensors.pop(name) for name in matrix.names]
     if len(blocks) == len(rows):
-        stacked = np.ascontiguousarray(np.concatenate([block.data for block in blocks]))
-        if stacked.shape[0] != matrix.n:
+        if sum(len(block.data) for block in blocks) != matrix.n:
             raise StartupError(f"{matrix.names[0]}: the GGUF file holds another shape")
-        return stacked, blocks[0].kind
+        parts = _reordered([block.data for block in blocks], matrix.order)
+        return np.ascontiguousarray(np.concatenate(parts)), blocks[0].kind
+    tensors = _reordered(tensors, matrix.order)
     if form in (Format.Q8, Format.U8):
         return torch.cat([tensor.float() for tensor in tensors]).contiguous().numpy(), SourceType.FP32
     joined = torch.cat([tensor.to(torch.bfloat16) for tensor in tensors]).contiguous()

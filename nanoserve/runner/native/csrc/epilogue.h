@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "gemm.h"
+#include "rotate.h"
 
 namespace ns {
 
@@ -63,14 +64,17 @@ inline __attribute__((always_inline)) void finish(const ProductTile& tile, int r
         }
         return;
     }
-    float* out = static_cast<float*>(job.out) + static_cast<size_t>(row) * job.ld + tile.panel * kPanel;
+    alignas(64) float columns[ROWS * kPanel];
+    const bool rotates = job.epilogue == Epilogue::kRotate;
+    const int ld = rotates ? kPanel : job.ld;
+    float* out = rotates ? columns : static_cast<float*>(job.out) + static_cast<size_t>(row) * ld + tile.panel * kPanel;
     __m512 base0 = _mm512_setzero_ps(), base1 = _mm512_setzero_ps();
     if (job.weight->bias) {
         base0 = _mm512_loadu_ps(job.weight->bias + tile.panel * kPanel);
         base1 = _mm512_loadu_ps(job.weight->bias + tile.panel * kPanel + 16);
     }
 #pragma GCC unroll 12
-    for (int i = 0; i < ROWS; ++i, out += job.ld) {
+    for (int i = 0; i < ROWS; ++i, out += ld) {
         __m512 low = _mm512_add_ps(acc[i][0], base0), high = _mm512_add_ps(acc[i][1], base1);
         if (job.epilogue == Epilogue::kAdd) {
             low = _mm512_add_ps(low, _mm512_loadu_ps(out));
@@ -79,6 +83,7 @@ inline __attribute__((always_inline)) void finish(const ProductTile& tile, int r
         _mm512_storeu_ps(out, low);
         _mm512_storeu_ps(out + 16, high);
     }
+    if (rotates) job.rotation->write_panel(tile.panel, row, ROWS, columns);
 }
 
 // Fetches, to be written, where the tile's logits go: lines that nobody has touched since the last step.

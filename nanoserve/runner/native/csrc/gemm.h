@@ -68,6 +68,7 @@ enum class Epilogue {
     kAdd,      // out += y + bias (the residual stream)
     kSiluMul,  // bf16 out = silu(gate) * up, on paired panels
     kGeluMul,  // bf16 out = gelu_tanh(gate) * up
+    kRotate,   // out = y + bias goes where `rotation` puts it
     kLogits,   // out = y (out may be null), and the running argmax
 };
 
@@ -76,17 +77,20 @@ struct Best {
     int index;
 };
 
+struct Rotation;  // rotate.h
+
 struct GemmJob {
     const Linear* weight;
     const bf16* x;         // [m, k]
     IntegerRows integers;  // the same for integer weights
     int m;
     Epilogue epilogue;
-    void* out;  // float or bf16 [m, ld]
+    void* out;  // float or bf16 [m, ld]; with kRotate none
     int ld;
     Best* best = nullptr;                 // [m] of this thread, for kLogits
     const uint8_t* next_phase = nullptr;  // weights that this thread will want after this product
     KvPages kv_ahead = {};                // that attention will read after it
+    const Rotation* rotation = nullptr;   // with kRotate
 };
 
 // One thread's part of a phase. `scratch` holds k*32 bf16 values, used for quantized weights.

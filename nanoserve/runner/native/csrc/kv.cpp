@@ -14,18 +14,36 @@ inline __m512 finite_or_zero(__m512 x) {
 inline __mmask32 every_second(int odd) { return odd ? 0xaaaaaaaau : 0x55555555u; }
 
 void write_bf16(const AttentionShape& shape, uint8_t* page, int slot, const float* key, const float* value) {
-    const int head_dim = shape.head_dim;
-    bf16* k = reinterpret_cast<bf16*>(page);
-    bf16* v = k + shape.page_values() + slot / 2 * 2 * head_dim;
-    alignas(64) bf16 rounded[kMaxHeadDim];
-    for (int d = 0; d < head_dim; d += 16) store_bf16(rounded + d, _mm512_loadu_ps(key + d));
-    for (int d = 0; d < head_dim; d += 2) std::memcpy(k + d * kPageTokens + slot * 2, rounded + d, 4);
-    for (int d = 0; d < head_dim; d += 16) {
-        const __m256bh half = _mm512_cvtneps_pbh(finite_or_zero(_mm512_loadu_ps(value + d)));
-        const __m512i spread = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(half));
-        const __m512i placed = slot % 2 ? _mm512_slli_epi32(spread, 16) : spread;
-        _mm512_mask_storeu_epi16(v + d * 2, every_second(slot % 2), placed);
+    for (int d = 0; d < shape.head_dim; d += 16) {
+        write_key_parts(page, slot, 1, d, key + d, 0);
+        write_value_parts(shape, page, slot, 1, d, value + d, 0);
     }
+}
+
+// out[i] = the dwords i of 16 rows of eight, row 0's first.
+void transpose(const __m256i (&rows)[kPageTokens], __m512i (&out)[8]) {
+    __m512i fours[8];  // [i]: the dwords i and i + 4 of rows 0-3 and 8-11, [i + 4]: those of rows 4-7 and 12-15
+    for (int i = 0; i < 2; ++i) {
+        __m512i far[4];  // rows i*4 + 0..3, and those eight further on
+        for (int j = 0; j < 4; ++j)
+            far[j] = _mm512_inserti64x4(_mm512_castsi256_si512(rows[i * 4 + j]), rows[i * 4 + j + 8], 1);
+        const __m512i low01 = _mm512_unpacklo_epi32(far[0], far[1]), high01 = _mm512_unpackhi_epi32(far[0], far[1]);
+        const __m512i low23 = _mm512_unpacklo_epi32(far[2], far[3]), high23 = _mm512_unpackhi_epi32(far[2], far[3]);
+        fours[i * 4] = _mm512_unpacklo_epi64(low01, low23);
+        fours[i * 4 + 1] = _mm512_unpackhi_epi64(low01, low23);
+        fours[i * 4 + 2] = _mm512_unpacklo_epi64(high01, high23);
+        fours[i * 4 + 3] = _mm512_unpackhi_epi64(high01, high23);
+    }
+    const __m512i first = _mm512_set_epi64(13, 12, 5, 4, 9, 8, 1, 0);
+    const __m512i second = _mm512_set_epi64(15, 14, 7, 6, 11, 10, 3, 2);
+    for (int i = 0; i < 4; ++i) {
+        out[i] = _mm512_permutex2var_epi64(fours[i], first, fours[i + 4]);
+        out[i + 4] = _mm512_permutex2var_epi64(fours[i], second, fours[i + 4]);
+    }
+}
+
+inline __m512i zero_extended(__m512 x) {
+    return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(finite_or_zero(x))));
 }
 
 // Sign and magnitude of `head_dim` values in steps of the returned scale; what is not finite counts as 0, and makes the
@@ -113,6 +131,44 @@ struct Unpacker {
 };
 
 }  // namespace
+
+void write_key_parts(uint8_t* head_page, int slot, int count, int d, const float* rows, int stride) {
+    bf16* k = reinterpret_cast<bf16*>(head_page) + d * kPageTokens;
+    constexpr int kFew = 4;  // tokens, dword by dword
+    if (count < kFew) {
+        for (int token = 0; token < count; ++token, rows += stride) {
+            alignas(32) bf16 rounded[16];
+            store_bf16(rounded, _mm512_loadu_ps(rows));
+            for (int i = 0; i < 16; i += 2) std::memcpy(k + i * kPageTokens + (slot + token) * 2, rounded + i, 4);
+        }
+        return;
+    }
+    __m256i rounded[kPageTokens] = {};
+    for (int token = 0; token < count; ++token, rows += stride)
+        rounded[slot + token] = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(rows)));
+    __m512i lines[8];
+    transpose(rounded, lines);
+    const auto slots = static_cast<__mmask16>(((1u << count) - 1) << slot);
+    for (int i = 0; i < 8; ++i) _mm512_mask_storeu_epi32(k + 2 * i * kPageTokens, slots, lines[i]);
+}
+
+void write_value_parts(const AttentionShape& shape, uint8_t* head_page, int slot, int count, int d, const float* rows,
+                       int stride) {
+    bf16* v = reinterpret_cast<bf16*>(head_page) + shape.page_values() + d * 2;
+    for (const int end = slot + count; slot < end; ++slot, rows += stride) {
+        bf16* line = v + slot / 2 * 2 * shape.head_dim;
+        const __m512i one = zero_extended(_mm512_loadu_ps(rows));
+        if (slot % 2) {
+            _mm512_mask_storeu_epi16(line, every_second(1), _mm512_slli_epi32(one, 16));
+        } else if (slot + 1 == end) {
+            _mm512_mask_storeu_epi16(line, every_second(0), one);
+        } else {
+            ++slot, rows += stride;
+            const __m512i other = _mm512_slli_epi32(zero_extended(_mm512_loadu_ps(rows)), 16);
+            _mm512_storeu_si512(line, _mm512_or_si512(one, other));
+        }
+    }
+}
 
 void write_kv(const AttentionShape& shape, uint8_t* head_page, int slot, const float* key, const float* value) {
     (shape.kv_format == kKvInt8 ? write_int8 : write_bf16)(shape, head_page, slot, key, value);

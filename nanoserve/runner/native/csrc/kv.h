@@ -32,6 +32,12 @@ struct AttentionShape {
 // cannot reach other rows by 0 * NaN; a not-finite key makes that token's scores NaN, and only rows that see it.
 void write_kv(const AttentionShape& shape, uint8_t* head_page, int slot, const float* key, const float* value);
 
+// The same for sixteen dimensions from `d` on of the bf16 keys or values of `count` neighbouring tokens. `rows`: theirs,
+// `stride` floats from one to the next.
+void write_key_parts(uint8_t* head_page, int slot, int count, int d, const float* rows, int stride);
+void write_value_parts(const AttentionShape& shape, uint8_t* head_page, int slot, int count, int d, const float* rows,
+                       int stride);
+
 // One head's int8 K or V of a page as bf16 integers in the order of kKvBf16. A line of the same page further on in
 // memory, `ahead` (of K or V), is fetched per line read.
 void unpack_page(const AttentionShape& shape, const uint8_t* packed, const uint8_t* ahead, bf16* out);

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "draw.h"
+#include "norm.h"
 
 namespace ns {
 namespace {
@@ -11,19 +12,6 @@ namespace {
 constexpr int kPrivateRows = 4;
 constexpr int kRunsPerThread = 4;
 constexpr float kLog2e = 1.44269504f;
-
-// out = v / rms(v) * weight, in fp32; lanes are summed in one fixed order.
-template <class Write>
-void rms_norm(const float* v, const float* weight, int n, float eps, Write write) {
-    __m512 squares = _mm512_setzero_ps();
-    for (int i = 0; i < n; i += 16) {
-        const __m512 part = _mm512_loadu_ps(v + i);
-        squares = _mm512_fmadd_ps(part, part, squares);
-    }
-    const __m512 scale = _mm512_set1_ps(1.f / std::sqrt(_mm512_reduce_add_ps(squares) / static_cast<float>(n) + eps));
-    for (int i = 0; i < n; i += 16)
-        write(i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(v + i), scale), _mm512_loadu_ps(weight + i)));
-}
 
 }  // namespace
 
@@ -118,15 +106,18 @@ void Step::work(int thread) {
     for (int i = 0; i < config_.layers; ++i) {
         const Layer& layer = model_.layers[i];
         const float* post = config_.post_norms && i > 0 ? model_.layers[i - 1].raw.post_mlp_norm : nullptr;
-        uint8_t* kv = model_.layer_kv(i);
-        multiply(thread, layer.qkv, {nullptr, layer.raw.input_norm, post}, batch_.tokens, Epilogue::kStore, qkv_,
-                 qkv_width, first(thread, layer.output, batch_.tokens), kv_during(kQkv, i));
         const bool last = i + 1 == config_.layers;
         const AttentionPlan& plan = plan_for(i);
-        const bool fused = one_token_rows_ && plan.num_slots == 0 && &plan != &last_plan_;
-        if (!fused) rotate(thread, layer, kv);
+        const Rotation rotation = rotation_of(i);
+        // Rows of one token each: by who reads the rotated head next, while it is in cache.
+        const bool in_attention = one_token_rows_ && plan.num_slots == 0 && &plan != &last_plan_;
+        const bool in_product = !in_attention && rotation.by_panel();
+        multiply(thread, layer.qkv, {nullptr, layer.raw.input_norm, post}, batch_.tokens,
+                 in_product ? Epilogue::kRotate : Epilogue::kStore, qkv_, qkv_width,
+                 first(thread, layer.output, batch_.tokens), kv_during(kQkv, i), &rotation);
+        if (!in_attention && !in_product) rotate(thread, rotation);
         if (last && batch_.logit_rows == 0) return;  // the middle of prompts: only keys and values were wanted
-        attend(thread, plan, layer, kv, fused);
+        attend(thread, plan, model_.layer_kv(i), in_attention ? &rotation : nullptr);
         if (last && batch_.logit_rows < batch_.tokens) keep_logit_rows(thread);
         finish_layer(thread, i);
     }
@@ -174,7 +165,7 @@ void Step::prepare_row(int thread, int row, const Input& input, int integer_k) {
 
 // out (+)= weight * input
 void Step::multiply(int thread, const Linear& weight, const Input& input, int rows, Epilogue epilogue, void* out,
-                    int ld, const uint8_t* next, const KvPages& kv_ahead) {
+                    int ld, const uint8_t* next, const KvPages& kv_ahead, const Rotation* rotation) {
     const int integer_k = is_integer(weight.form(rows).format) ? weight.k : 0;
     const bool prepares = input.norm || integer_k;
     if (prepares && !private_rows_)
@@ -184,48 +175,23 @@ void Step::multiply(int thread, const Linear& weight, const Input& input, int ro
         for (int row = 0; row < rows; ++row) prepare_row(thread, row, input, integer_k);
     Best* best = best_ + static_cast<size_t>(thread) * batch_.logit_rows;
     const bf16* x = input.x ? input.x : normed(thread);
-    const GemmJob job{&weight, x, integers(thread, weight.k), rows, epilogue, out, ld, best, next, kv_ahead};
+    const GemmJob job{&weight, x, integers(thread, weight.k), rows, epilogue, out,  ld,
+                      best,    next, kv_ahead, rotation};
     gemm(model_.phases, thread, job, decoded_ + static_cast<size_t>(thread) * decoded_stride_);
 }
 
-void Step::rotate_head(const Layer& layer, int token, int kv_head, uint8_t* kv) {
-    const int head_dim = config_.head_dim, half = head_dim / 2, group = model_.shape.group();
-    const float* row = qkv_ + static_cast<size_t>(token) * layer.qkv.n;
-    const int position = batch_.positions[token];
-    const float* cosines = layer.raw.rope_cos + static_cast<size_t>(position) * half;
-    const float* sines = layer.raw.rope_sin + static_cast<size_t>(position) * half;
-    float head[kMaxHeadDim];
-    auto turn = [&](const float* source, const float* norm, auto&& write) {
-        if (norm) {
-            rms_norm(source, norm, head_dim, config_.norm_eps, [&](int i, __m512 v) { _mm512_storeu_ps(head + i, v); });
-            source = head;
-        }
-        for (int i = 0; i < half; i += 16) {
-            const __m512 a = _mm512_loadu_ps(source + i), b = _mm512_loadu_ps(source + half + i);
-            const __m512 c = _mm512_loadu_ps(cosines + i), s = _mm512_loadu_ps(sines + i);
-            write(i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
-            write(i + half, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
-        }
-    };
-    const __m512 scale = _mm512_set1_ps(config_.attention_scale * kLog2e);
-    for (int i = 0; i < group; ++i) {
-        const size_t query = static_cast<size_t>(kv_head) * group + i;
-        bf16* target = q_ + (static_cast<size_t>(token) * config_.heads + query) * head_dim;
-        turn(row + query * head_dim, layer.raw.q_norm,
-             [&](int j, __m512 v) { store_bf16(target + j, _mm512_mul_ps(v, scale)); });
-    }
-    const float* key = row + static_cast<size_t>(config_.heads + kv_head) * head_dim;
-    const float* value = key + static_cast<size_t>(config_.kv_heads) * head_dim;
-    float turned[kMaxHeadDim];
-    turn(key, layer.raw.k_norm, [&](int j, __m512 v) { _mm512_storeu_ps(turned + j, v); });
-    const AttentionShape& shape = model_.shape;
-    uint8_t* page = kv + page_table_[token][position / kPageTokens] * shape.page() + kv_head * shape.head_page();
-    write_kv(shape, page, position % kPageTokens, turned, value);
+Rotation Step::rotation_of(int layer) const {
+    return {model_.layers[layer].raw, model_.shape, batch_.positions, page_table_.data(), model_.layer_kv(layer), q_,
+            config_.attention_scale * kLog2e, config_.norm_eps};
 }
 
-void Step::rotate(int thread, const Layer& layer, uint8_t* kv) {
+void Step::rotate_head(const Rotation& rotation, int token, int kv_head) {
+    rotation.write_head(kv_head, token, qkv_ + static_cast<size_t>(token) * model_.layers[0].qkv.n);
+}
+
+void Step::rotate(int thread, const Rotation& rotation) {
     each_row(thread, batch_.tokens, [&](int token) {
-        for (int head = 0; head < config_.kv_heads; ++head) rotate_head(layer, token, head, kv);
+        for (int head = 0; head < config_.kv_heads; ++head) rotate_head(rotation, token, head);
     });
 }
 
@@ -235,12 +201,13 @@ Partial Step::slot(const AttentionPlan& plan, int index) const {
     return {base, base + rows, base + 2 * rows};
 }
 
-void Step::attend(int thread, const AttentionPlan& plan, const Layer& layer, uint8_t* kv, bool rotate_too) {
+// `rotation`: if the heads are still to be rotated.
+void Step::attend(int thread, const AttentionPlan& plan, const uint8_t* kv, const Rotation* rotation) {
     model_.phases.begin(thread, static_cast<int>(plan.items.size()));
     for (int index; (index = model_.phases.claim(thread)) >= 0;) {
         const int next = model_.phases.peek(thread);
         const AttentionItem& item = plan.items[index];
-        if (rotate_too) rotate_head(layer, plan.tiles[item.tile].first_token, item.kv_head, kv);
+        if (rotation) rotate_head(*rotation, plan.tiles[item.tile].first_token, item.kv_head);
         run_item(thread, plan, item, next < 0 ? nullptr : &plan.items[next], kv);
     }
 }

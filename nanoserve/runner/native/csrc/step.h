@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "model.h"
+#include "rotate.h"
 #include "team.h"
 
 namespace ns {
@@ -100,9 +101,9 @@ class Step {
     void each_row(int thread, int rows, Body body);
     void embed(int thread);
     void multiply(int thread, const Linear& weight, const Input& input, int rows, Epilogue epilogue, void* out, int ld,
-                  const uint8_t* next, const KvPages& kv_ahead = {});
-    void rotate(int thread, const Layer& layer, uint8_t* kv);
-    void attend(int thread, const AttentionPlan& plan, const Layer& layer, uint8_t* kv, bool rotate_too);
+                  const uint8_t* next, const KvPages& kv_ahead = {}, const Rotation* rotation = nullptr);
+    void rotate(int thread, const Rotation& rotation);
+    void attend(int thread, const AttentionPlan& plan, const uint8_t* kv, const Rotation* rotation);
     void keep_logit_rows(int thread);
     void finish_layer(int thread, int index);
     void project_logits(int thread);
@@ -113,7 +114,8 @@ class Step {
         return {integers_ + (private_rows_ ? thread * integers_stride_ : 0), k};
     }
     void prepare_row(int thread, int row, const Input& input, int integer_k);
-    void rotate_head(const Layer& layer, int token, int kv_head, uint8_t* kv);
+    Rotation rotation_of(int layer) const;
+    void rotate_head(const Rotation& rotation, int token, int kv_head);
     void run_item(int thread, const AttentionPlan& plan, const AttentionItem& item, const AttentionItem* next,
                   const uint8_t* kv);
     void merge_group(const AttentionPlan& plan, const AttentionItem& item);
