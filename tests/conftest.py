@@ -1,7 +1,11 @@
-"""Servers for tests against real processes. The shared ones start once a session: starting costs, asking does not."""
+"""Servers for tests against real processes. The shared ones start once a session: starting costs, asking does not.
+
+And what `make test-fast` leaves alone.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +14,14 @@ import pytest
 from tests.e2e.harness import Server
 
 StartServer = Callable[..., Server]
+
+_SLOW_MODULE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without the slow tests, what is slow as a whole is not even imported: that would take torch, and seconds."""
+    is_left_out = config.option.markexpr == "not slow" and collection_path.match("test_*.py")
+    return True if is_left_out and _SLOW_MODULE.search(collection_path.read_text(encoding="utf-8")) else None
 
 
 @pytest.fixture

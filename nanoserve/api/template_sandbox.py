@@ -18,7 +18,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS = 2_000_000  # a second or two of work
+MAX_STEPS = 2_000_000  # a second of work for a loop that writes, four for calls of macros
 MAX_SIZE = 64 << 20  # characters or elements of one value
 _MAX_BITS = 4096  # of a power
 _TURNS, _JOINED = "_nanoserve_turns", "_nanoserve_joined"

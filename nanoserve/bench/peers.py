@@ -219,7 +219,8 @@ def _wait_healthy(peer: Peer, process: subprocess.Popen[bytes], log: Path) -> No
                     return
         except (urllib.error.URLError, OSError):
             pass
-        time.sleep(0.5)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.5)  # one that ends is not waited for
     words = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it wrote nothing"]
     sys.exit(f"{peer.name} did not become ready ({log}): {words[-1]}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +20,7 @@ _KINDS = {"rule": "R", "case": "C"}
 Names = dict[str, list[tuple[str, str]]]  # R08 -> (file, test) ...
 
 
+@cache
 def marked() -> Names:
     """All tests by the rules and cases that their markers name, in the order of the files."""
     found: Names = defaultdict(list)

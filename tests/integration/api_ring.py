@@ -15,8 +15,10 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import pytest
 import zmq
 
+from nanoserve.api import process
 from nanoserve.api.process import ApiProcess
 from nanoserve.config import ServerConfig
 from nanoserve.ipc.channels import AsyncInbox, Outbox
@@ -56,6 +58,7 @@ BOS = 257
 VOCAB = 258
 CONTEXT = 64
 _PATIENCE_S = 30.0
+_TICK_S = 0.02  # how often deadlines and grace times are looked at: a test of one waits for the next look
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -326,12 +329,18 @@ async def _running(config: ServerConfig, links: list[ApiLink]) -> AsyncIterator[
         last.callback(remove_run_dir, endpoints)
         context = zmq.Context()
         last.callback(context.destroy, linger=0)
+        last.enter_context(pytest.MonkeyPatch.context()).setattr(process, "TICK_S", _TICK_S)
+        # Bound before anybody connects: ZMQ tries again only 0.1 to 0.2 s after a connection that nobody took.
+        inboxes = [AsyncInbox[ApiInbox](context, endpoints.api(link.index), ApiInbox) for link in links]
         ring = FakeRing(endpoints, context, len(links))
         last.callback(ring.close)
         tasks = [asyncio.create_task(ring.run())]
         last.push_async_callback(_cancel, tasks)
         http = await last.enter_async_context(aiohttp.ClientSession())
-        apis = [_start_api(config, link, links, endpoints, context, last, ring, http) for link in links]
+        apis = [
+            _start_api(config, link, inbox, links, endpoints, context, last, ring, http)
+            for link, inbox in zip(links, inboxes, strict=True)
+        ]
         tasks += [api.serving for api in apis if api.serving is not None]
         yield apis
         await http.close()
@@ -344,6 +353,7 @@ async def _running(config: ServerConfig, links: list[ApiLink]) -> AsyncIterator[
 def _start_api(
     config: ServerConfig,
     link: ApiLink,
+    inbox: AsyncInbox[ApiInbox],
     links: list[ApiLink],
     endpoints: Endpoints,
     context: zmq.Context,
@@ -351,7 +361,6 @@ def _start_api(
     ring: FakeRing,
     http: aiohttp.ClientSession,
 ) -> Api:
-    inbox: AsyncInbox[ApiInbox] = AsyncInbox(context, endpoints.api(link.index), ApiInbox)
     outbox = Outbox(context, endpoints.engine())
     to_peers = {peer.index: Outbox(context, endpoints.api(peer.index)) for peer in links if peer is not link}
     for part in (link, inbox, outbox, *to_peers.values()):

@@ -146,7 +146,8 @@ async def test_broken_content_encoding_is_a_4xx_and_no_log_line(
 
 
 @pytest.mark.rule(8)
-async def test_slow_headers_and_slow_bodies_are_ended(tmp_path: Path) -> None:
+async def test_slow_headers_and_slow_bodies_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoserve.api.edge._LINGER_S", 0.05)  # the rest of the body never comes
     async with loaded_api(tmp_path, config(header_timeout=0.2, body_timeout=0.2)) as api:
         assert (await raw(api, b"GET /health HT")).startswith(b"HTTP/1.1 408")
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\nConnection: close\r\n\r\n{"
@@ -251,7 +252,7 @@ async def test_a_request_that_no_engine_takes_is_refused_in_time(tmp_path: Path)
         api.ring.auto_accept = True
         waiting = asyncio.create_task(api.post(COMPLETIONS, {"prompt": "x", "max_tokens": 2}))
         await api.ring.until(lambda: len(api.ring.added) == 4)
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(0.5)
         assert not waiting.done()  # accepted: now it may wait as long as it takes
         api.ring.finish_at_once(api.ring.added[-1])
         assert (await waiting)[0] == 200

@@ -112,7 +112,10 @@ async def test_what_is_too_long_by_its_bytes_is_not_encoded(
 
 @pytest.mark.rule(8)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/generate", "/v1/messages", "/v1/responses"])
-async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(tmp_path: Path, path: str) -> None:
+async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr("nanoserve.api.edge._LINGER_S", 0.05)  # the rest of the body never comes
     async with loaded_api(tmp_path, ServerConfig(api=ApiConfig(max_body_bytes=1000, body_timeout=0))) as api:
         reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(api.url).port)
         head = "POST {} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1001\r\n\r\n"
@@ -174,7 +177,7 @@ async def test_idle_connections_are_kept_for_the_configured_time_also_after_a_st
             await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n" if stream else b"}}"), 10)
             if stays:
                 with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(reader.read(), 1.0)
+                    await asyncio.wait_for(reader.read(), 0.5)
             else:
                 await asyncio.wait_for(reader.read(), 10)  # ends: the server has closed it
             writer.close()

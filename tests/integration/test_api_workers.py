@@ -74,6 +74,7 @@ async def test_an_answer_to_an_earlier_life_reaches_nobody_in_the_next() -> None
 
 
 async def test_a_change_of_the_log_reaches_every_process(apis: list[Api], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoserve.api.peers.ANSWER_S", 0.3)
     body = {"log_requests": True, "log_requests_level": 1}
     assert (await apis[1].post("/configure_logging", body))[0] == 200
     logs = [api.process.context.request_log for api in apis]
@@ -85,6 +86,7 @@ async def test_a_change_of_the_log_reaches_every_process(apis: list[Api], monkey
 
 
 async def test_a_process_that_does_not_answer_is_named(apis: list[Api], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoserve.api.peers.ANSWER_S", 0.3)
     monkeypatch.setattr(apis[1].process.context.peers, "take_call", lambda call, answer: None)
     status, body = await apis[0].post("/abort_request", {"rid": "job"})
     assert status == 503 and "api-1" in body["error"]["message"]
@@ -170,11 +172,11 @@ async def test_a_key_cannot_read_the_stream_of_another_one_elsewhere(tmp_path: P
 
 
 async def test_nobody_comes_back_at_another_process_so_the_request_ends(tmp_path: Path) -> None:
-    async with loaded_apis(tmp_path, 2, ServerConfig(api=ApiConfig(resume_grace=0.6))) as apis:
+    async with loaded_apis(tmp_path, 2, ServerConfig(api=ApiConfig(resume_grace=0.3))) as apis:
         ring = apis[0].ring
         last_id = await dropped_stream(apis[1])
         response = await apis[0].http.get(apis[0].url + "/any", headers={"Last-Event-ID": last_id})
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.7)
         assert not ring.aborted  # a follower elsewhere is a follower
         response.close()
         ring.token(ring.added[-1].request_id, "d")  # the next piece finds nobody

@@ -33,7 +33,7 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def other_server() -> Iterator[str]:
     server = HTTPServer(("127.0.0.1", 0), _Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))  # between two looks at `shutdown`
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

@@ -31,7 +31,7 @@ class _Answers(BaseHTTPRequestHandler):
 @pytest.fixture
 def url() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))  # between two looks at `shutdown`
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
