@@ -251,6 +251,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     args = _arguments(sys.argv[1:])
+    workloads = bench_serve.arguments(args.rest)  # before minutes go into installing and starting servers
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the servers end with us
     args.root.mkdir(parents=True, exist_ok=True)
     names = args.peer or list(USUAL)
@@ -265,9 +266,8 @@ def main() -> None:
         for server in servers:
             print(f"starting {server.name}: {' '.join(server.command)}", file=sys.stderr, flush=True)
             stack.enter_context(running(server, args.root / "logs"))
-        pairs = [f"--server={server.name}={server.url}" for server in servers]
-        sys.argv = ["nanoserve.bench.serve", *pairs, *args.rest]
-        bench_serve.main()
+        workloads.server = [(server.name, server.url) for server in servers] + (workloads.server or [])
+        bench_serve.run(workloads)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ def _named_url(text: str) -> tuple[str, str]:
     return name, url.rstrip("/")
 
 
-def _arguments(argv: list[str]) -> argparse.Namespace:
+def arguments(argv: list[str]) -> argparse.Namespace:
+    """What `run` takes; ends the process, as argparse does, where a flag is wrong."""
     parser = bench.parser("serve", __doc__)
     parser.add_argument(
         "--server",
@@ -100,12 +101,16 @@ async def _main(args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def main() -> None:
-    args = _arguments(sys.argv[1:])
+def run(args: argparse.Namespace) -> None:
+    """Measures, prints the table and ends the process: 1 where a request failed, one line where a server is missing."""
     try:
         sys.exit(asyncio.run(_main(args)))
     except NoServer as error:
         sys.exit(f"bench serve: {error}")
+
+
+def main() -> None:
+    run(arguments(sys.argv[1:]))
 
 
 if __name__ == "__main__":

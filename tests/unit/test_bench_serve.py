@@ -1,4 +1,4 @@
-"""bench serve: what is wrong with the servers it is given is one line."""
+"""bench serve and peers: what is wrong with the servers or flags they are given is said at once, in one line."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
-from nanoserve.bench import serve
+from nanoserve.bench import peers, serve
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -75,3 +76,14 @@ def test_a_server_without_a_name_or_a_url(
     assert _run(monkeypatch, "--server", given) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"{given!r} is not NAME=URL, such as nanoserve=http://127.0.0.1:8000")
+
+
+def test_peers_notice_a_wrong_flag_before_a_server_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "peers"
+    monkeypatch.setattr(sys, "argv", ["peers", "--root", str(root), "--", "--no-such-flag", "1"])
+    with pytest.raises(SystemExit) as ended:
+        peers.main()
+    assert ended.value.code == 2 and "unrecognized arguments: --no-such-flag" in capsys.readouterr().err
+    assert not root.exists()
