@@ -5,7 +5,9 @@ Owner process: api. Called by `messages` and `responses`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -20,6 +22,7 @@ from nanoserve.api.schemas import BodyDecoder, ChatBody
 from nanoserve.errors import RequestError
 
 B = TypeVar("B", bound=msgspec.Struct)
+_SAME_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 async def answer_as_chat(
@@ -28,11 +31,11 @@ async def answer_as_chat(
     to_chat: Callable[[B], ChatBody],
     make_format: Callable[[PreparedChat, B], ResponseFormat],
     *,
-    messages_field: str = "messages",
+    names: Mapping[str, str] = _SAME_NAMES,
 ) -> web.StreamResponse:
     """The whole way of one request. RequestError for what is wrong with it, before the first byte.
 
-    `messages_field` is the protocol's own name of the messages, for `param`.
+    `names` are the protocol's own for fields of a chat body, for what is said of them.
     """
     context = request.app[CONTEXT]
     context.lifecycle.require_ready()
@@ -40,7 +43,10 @@ async def answer_as_chat(
     try:
         chat = await prepare_chat(context, to_chat(decoded.body))
     except RequestError as error:
-        if error.param == "messages":
-            error.param = messages_field
+        own = names.get(error.param or "")
+        if error.param and own:
+            # Where the word is the field's name, and not a word of a sentence ("at most 9 messages").
+            error.message = re.sub(rf"(^|`){error.param}\b", rf"\g<1>{own}", error.message)
+            error.param = own
         raise
     return await respond(request, context, chat.job(decoded.unknown_keys), make_format(chat, decoded.body))

@@ -64,11 +64,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "lora_path": (),
 }
 _DECODER = BodyDecoder(ResponsesBody, unsupported=_UNSUPPORTED)
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}  # of a chat body's fields
 _ITEM_TYPES = frozenset({None, "message"})
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
-    return await answer_as_chat(request, _DECODER, _chat_body, ResponsesFormat, messages_field="input")
+    return await answer_as_chat(request, _DECODER, _chat_body, ResponsesFormat, names=_NAMES)
 
 
 def _chat_body(body: ResponsesBody) -> ChatBody:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from nanoserve.api.prompt import MAX_MESSAGES
 from nanoserve.config import ApiConfig, ServerConfig
 from nanoserve.ipc.messages import AddRequest, EmitMode, FinishReason, TokenText
 from tests.integration.api_ring import (
@@ -299,6 +300,19 @@ async def test_parts_that_are_no_text_are_refused_as_what_we_do_not_do(api: Api,
         assert "something-new" not in error["message"]
     _, answer = await api.post("/v1/responses", {"input": [{"type": "function_call_output", "output": "x"}]})
     assert answer["error"]["error_code"] == "unsupported_parameter"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("max_output_tokens", 0, "max_output_tokens must be at least 1, got 0."),
+        ("input", [{"role": "user", "content": "x"}] * (MAX_MESSAGES + 1), "`input` may hold at most {} messages."),
+    ],
+)
+async def test_errors_of_responses_say_its_own_names(api: Api, field: str, value: object, words: str) -> None:
+    status, answer = await api.post("/v1/responses", {"input": "hi", field: value})
+    assert (status, answer["error"]["param"]) == (400, field)
+    assert answer["error"]["message"] == words.format(MAX_MESSAGES)
 
 
 @pytest.mark.rule(26)
