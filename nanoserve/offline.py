@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from nanoserve.api.bounds import WHOLE, real, whole
 from nanoserve.api.model import ServedModel, load_served_model
 from nanoserve.api.prompt import PROMPT_TAIL
 from nanoserve.cli import load_config
@@ -37,13 +38,19 @@ from nanoserve.sched.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 
+_WHOLE = ("n", "max_tokens", "min_tokens", "top_k", "seed")
+_REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to answer. Fields are those of the HTTP API; `seed` None draws one, `logprobs` 0 is the chosen token only."""
+    """How to answer. Fields and their bounds are those of the HTTP API, RequestError for others.
+
+    `seed` None draws one, `logprobs` 0 is the chosen token only, `max_tokens` may be 0.
+    """
 
     n: int = 1
     temperature: float = 1.0
@@ -66,10 +73,12 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise RequestError("n must be at least 1.", param="n")
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.max_tokens < 0 or self.top_k < 0:
-            raise RequestError("temperature, max_tokens and top_k are 0 or more, top_p is over 0 and at most 1.")
+        for name in _WHOLE:
+            whole(name, getattr(self, name), 0, 0 if name == "max_tokens" else WHOLE[name][0], WHOLE[name][1])
+        for name in _REAL:
+            real(name, getattr(self, name), 0.0)
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens must be at most max_tokens={self.max_tokens}.", param="min_tokens")
         if "" in self.stop_strings:
             raise RequestError("stop cannot contain an empty string.", param="stop")
 
@@ -80,7 +89,7 @@ class SamplingParams:
     def to_wire(self, seed: int) -> wire.SamplingParams:
         return wire.SamplingParams(
             temperature=self.temperature,
-            top_k=self.top_k,
+            top_k=max(self.top_k, 0),
             top_p=self.top_p,
             min_p=self.min_p,
             presence_penalty=self.presence_penalty,

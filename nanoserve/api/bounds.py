@@ -1,11 +1,14 @@
 """Least and greatest value of each number in a request: `validation` enforces them, `/openapi.json` tells them.
 
-Owner process: api.
+Owner process: api. `nanoserve.offline` has the same.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+from nanoserve.errors import RequestError
 
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
@@ -48,3 +51,30 @@ def tell(struct: str, field: str, schema: dict[str, Any]) -> None:
     (number,) = (kind for kind in schema["anyOf"] if kind["type"] in ("integer", "number"))
     number["exclusiveMinimum" if name in ABOVE_LOW else "minimum"] = low
     number["maximum"] = high
+
+
+def whole(name: str, value: int | None, default: int, low: int, high: int) -> int:
+    """An integer within [low, high]."""
+    if value is None:
+        return default
+    if value < low:
+        raise RequestError(f"{name} must be at least {low}, got {_short(value)}.", param=name)
+    if value > high:
+        raise RequestError(f"{name} must be at most {high}, got {_short(value)}.", param=name)
+    return value
+
+
+def real(name: str, value: float | None, default: float) -> float:
+    """A finite number within its bounds."""
+    if value is None:
+        return default
+    low, high = REAL[name]
+    open_low = name in ABOVE_LOW
+    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise RequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value:g}.", param=name)
+    return value
+
+
+def _short(value: int) -> str:
+    return str(value) if -INT64 <= value <= INT64 else "a larger number"

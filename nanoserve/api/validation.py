@@ -6,14 +6,13 @@ The first problem ends the check; messages name the field and never repeat text 
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
-from nanoserve.api.bounds import ABOVE_LOW, INT32, INT64, MAX_BIAS, REAL, WHOLE
+from nanoserve.api.bounds import INT32, MAX_BIAS, WHOLE, real, whole
 from nanoserve.api.model import ServedModel
 from nanoserve.api.prompt import check_ids
 from nanoserve.api.schemas import RepetitionFields, SamplingFields
@@ -255,29 +254,6 @@ class Checker:
         return value
 
 
-def whole(name: str, value: int | None, default: int, low: int, high: int) -> int:
-    """An integer within [low, high]."""
-    if value is None:
-        return default
-    if value < low:
-        raise RequestError(f"{name} must be at least {low}, got {_short(value)}.", param=name)
-    if value > high:
-        raise RequestError(f"{name} must be at most {high}, got {_short(value)}.", param=name)
-    return value
-
-
-def real(name: str, value: float | None, default: float) -> float:
-    """A finite number within its bounds."""
-    if value is None:
-        return default
-    low, high = REAL[name]
-    open_low = name in ABOVE_LOW
-    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
-        bracket = "(" if open_low else "["
-        raise RequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value:g}.", param=name)
-    return value
-
-
 def _refuse_text(**fields: object) -> None:
     """Without a tokenizer what needs text is refused by name."""
     for name, value in fields.items():
@@ -337,7 +313,3 @@ def _bounded_text(name: str, value: str | None, limit: int) -> str:
     if value is not None and not 0 < len(value) <= limit:
         raise RequestError(f"{name} must have 1 to {limit} characters.", param=name)
     return value or ""
-
-
-def _short(value: int) -> str:
-    return str(value) if -INT64 <= value <= INT64 else "a larger number"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -86,6 +87,32 @@ def test_what_is_no_prompt_is_refused_by_name(sim: LLM, prompts: Any) -> None:
     with pytest.raises(RequestError) as caught:
         sim.generate(prompts)
     assert caught.value.param == "prompts"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"n": 0},
+        {"max_tokens": -1},
+        {"min_tokens": 9, "max_tokens": 8},
+        {"top_k": -2},
+        {"seed": 1 << 63},
+        {"temperature": math.nan},
+        {"top_p": 0.0},
+        {"min_p": 7.0},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": -math.inf},
+        {"repetition_penalty": 0.0},
+    ],
+)
+def test_numbers_have_the_bounds_of_the_http_api(given: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**given)
+    assert caught.value.param == next(iter(given))
+
+
+def test_a_top_k_of_minus_one_is_none_at_all() -> None:
+    assert SamplingParams(top_k=-1).to_wire(seed=1).top_k == 0
 
 
 def test_wrong_use_is_said_in_one_line(sim: LLM) -> None:
