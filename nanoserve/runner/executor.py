@@ -20,7 +20,8 @@ from nanoserve.hub.model_files import ModelFiles, read_model_files
 from nanoserve.ipc.messages import EngineFacts
 from nanoserve.runner.backend import ForwardBackend, ForwardBatch
 from nanoserve.runner.batch import RequestTable
-from nanoserve.runner.kv_cache import choose_kv_dtype, choose_num_blocks, free_memory
+from nanoserve.runner.free_memory import free_memory
+from nanoserve.runner.kv_cache import choose_kv_dtype, choose_num_blocks
 from nanoserve.runner.loader import dummy_weights, load_weights
 from nanoserve.runner.model_runner import ModelRunner
 from nanoserve.runner.models import read_model_spec

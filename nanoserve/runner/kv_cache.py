@@ -9,9 +9,7 @@ left behind (a NaN, say) cannot reach a row through a masked weight of 0 (0 * Na
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
-import psutil
 import torch
 
 from nanoserve.config import CacheConfig, SchedulerConfig
@@ -20,7 +18,6 @@ from nanoserve.runner.models.spec import ModelSpec
 from nanoserve.runner.native.memory import allocate
 
 _FREE_SHARE = 0.25  # of the free memory, when the operator names no size
-_CGROUP = Path("/sys/fs/cgroup")
 _LEVELS = 127  # of int8, in each direction
 _LEAST = 1e-30  # a head without a larger number is stored as zeros: its scale would have no reciprocal
 
@@ -103,18 +100,3 @@ def choose_num_blocks(
     if num_blocks < 1:
         raise ConfigError(f"--kv-cache-memory: one block of {cache.block_size} tokens needs {block_bytes} bytes")
     return int(num_blocks)
-
-
-def free_memory(device: torch.device, cgroup: Path = _CGROUP) -> int:
-    """Bytes that could still be allocated; on a CPU within the container's limit, where there is one."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = int(psutil.virtual_memory().available)
-    try:
-        limit = int((cgroup / "memory.max").read_text())
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        # Not memory.current: that counts the page cache too, which the weights' files alone can fill.
-        used = int(stat["anon"]) + int(stat["shmem"])
-    except (OSError, ValueError, KeyError):  # no cgroup v2, or its limit is "max"
-        return free
-    return min(free, max(0, limit - used))

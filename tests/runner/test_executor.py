@@ -15,7 +15,7 @@ from nanoserve.errors import ConfigError, StartupError
 from nanoserve.hub.model_files import read_model_files
 from nanoserve.runner import executor as executor_module
 from nanoserve.runner.executor import choose_device, choose_dtype, create_executor
-from nanoserve.runner.kv_cache import bytes_per_block, choose_num_blocks, free_memory
+from nanoserve.runner.kv_cache import bytes_per_block, choose_num_blocks
 from nanoserve.runner.loader import dummy_weights, load_weights
 from nanoserve.runner.models import read_model_spec, supported_architectures
 from nanoserve.runner.native import memory
@@ -259,18 +259,6 @@ def test_number_of_kv_blocks():
     assert blocks(CacheConfig(), free=40_000) == 10  # a quarter
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
         blocks(CacheConfig(kv_cache_memory=999))
-
-
-def test_free_memory_keeps_to_the_containers_limit(tmp_path):
-    """The page cache, which fills up to the limit by itself, does not count as used."""
-    cpu = torch.device("cpu")
-    assert free_memory(cpu, tmp_path) > 1 << 20
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.stat").write_text("anon 300000\nfile 690000\nshmem 100000\n")
-    (tmp_path / "memory.current").write_text("1000000\n")
-    assert free_memory(cpu, tmp_path) == 600_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert free_memory(cpu, tmp_path) > 1 << 20
 
 
 def test_device_and_type(monkeypatch):

@@ -6,8 +6,8 @@ The layers lie one after the other, so a step whose requests come to fresh block
 layer, all at once. In a virtual machine whose host has to find that memory first a huge page takes 1 to 5 ms: 140 ms in
 one step, or 8 % of the time in which prompts are computed. To touch everything before the server is ready would take
 seconds, hence a lead over the blocks in use. But even idle priority takes its time from a step (the system does not
-leave off in the middle of a huge page), so all of the memory becomes real while nothing runs: as a rule within seconds
-after the start. From then on no load can find that the system has not enough of it, either.
+leave off in the middle of a huge page), so all of the memory becomes real while nothing runs: as a rule a gigabyte
+takes two or three seconds after the start. From then on no load can find that the system has not enough of it, either.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from nanoserve.runner.kv_cache import free_memory
+from nanoserve.runner.free_memory import HostMemory
 
 _PIECE = 2 << 20  # bytes at a time: a huge page
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; elsewhere memory becomes real when it is touched
@@ -46,6 +45,7 @@ class Prefault:
 
     def __init__(self, memory: npt.NDArray[np.uint8], num_stripes: int, num_blocks: int) -> None:
         self._memory = memory
+        self._host = HostMemory()
         self._stripe_bytes = memory.nbytes // num_stripes
         self._block_bytes = self._stripe_bytes / max(num_blocks, 1)
         self._lead = LEAD_BYTES // num_stripes
@@ -113,7 +113,7 @@ class Prefault:
     def _is_room(self, num_bytes: int) -> bool:
         """Whether others are left with at least as much memory as what is missing here: they may have come later."""
         missing = (self._stripe_bytes - num_bytes) * (self._memory.nbytes // self._stripe_bytes)
-        return free_memory(torch.device("cpu")) >= 2 * missing
+        return self._host.free_bytes() >= 2 * missing
 
     def _make_real(self, thread: int) -> bool:
         """The next piece of this thread's stripes, again what a step interrupts. False where the system cannot."""
