@@ -172,6 +172,7 @@ class LLM:
         table = load_or_build_table(self.model.tokenizer, model_dir, cache_root(config.model))
         self._detok = DetokManager(self.model.tokenizer, config.detok, table=table)
         self._ids = RequestIdAllocator(0, 1)
+        self._is_closed = False
 
     def default_sampling_params(self) -> SamplingParams:
         """What `generate` uses without parameters: the model's own generation_config.json, where it has one."""
@@ -216,7 +217,11 @@ class LLM:
         return self._core.stats()
 
     def close(self) -> None:
-        """Ends the engine's threads and gives its memory of keys and values back; weights go with this object."""
+        """Ends the engine's threads and gives its memory of keys and values back; weights go with this object.
+
+        What is asked for afterwards is refused with RequestError.
+        """
+        self._is_closed = True
         self._core.shut_down()
 
     def _run(
@@ -225,6 +230,8 @@ class LLM:
         prompts: list[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
+        if self._is_closed:
+            raise RequestError("This LLM is closed.")
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or self.default_sampling_params()] * len(prompts)
         if len(sampling_params) != len(prompts):

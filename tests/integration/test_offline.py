@@ -126,6 +126,15 @@ def test_wrong_use_is_said_in_one_line(sim: LLM) -> None:
         nanoserve.Llama  # noqa: B018
 
 
+def test_a_closed_one_says_so() -> None:
+    llm = LLM("sim", max_num_seqs=4, max_model_len=256)
+    llm.close()
+    llm.close()
+    for ask in (lambda: llm.generate("x"), lambda: llm.chat([{"role": "user", "content": "x"}])):
+        with pytest.raises(RequestError, match="closed"):
+            ask()
+
+
 def test_a_real_model_answers_alike_alone_and_in_company(real: LLM) -> None:
     prompts = ["The capital of France is", "Water boils at", "Once upon a time", "2 + 2 ="]
     greedy = SamplingParams(temperature=0.0, max_tokens=24)

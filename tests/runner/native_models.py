@@ -124,8 +124,10 @@ def check_company(backend: ForwardBackend) -> None:
         (rows[3], 380, 20),
         (rows[4], 0, 64),
     ]
-    for (_, start, count), part in zip(mixed, sequences.run(mixed), strict=True):
-        assert torch.equal(part, alone[start : start + count])
+    as_many_tokens_as_rows = [(rows[0], 16, 0), (rows[1], 32, 2), (rows[2], 137, 0), (shared, 88, 2)]
+    for step in (mixed, as_many_tokens_as_rows):
+        for (_, start, count), part in zip(step, sequences.run(step), strict=True):
+            assert torch.equal(part, alone[start : start + count])
 
 
 def batch_of(ids: list[int], logit_tokens: list[int], table: list[int]) -> ForwardBatch:

@@ -13,6 +13,14 @@ constexpr int kPrivateRows = 4;
 constexpr int kRunsPerThread = 4;
 constexpr float kLog2e = 1.44269504f;
 
+// Counts alone do not tell: a row may have two tokens beside one that has none.
+bool has_one_token_rows(const NsBatch& batch) {
+    if (batch.rows != batch.tokens) return false;
+    for (int row = 0; row < batch.rows; ++row)
+        if (batch.row_starts[row] != row) return false;
+    return true;
+}
+
 }  // namespace
 
 Step::Step(Model& model, const NsBatch& batch, float* logits, int32_t* greedy, const NsDraw* draw)
@@ -23,7 +31,7 @@ Step::Step(Model& model, const NsBatch& batch, float* logits, int32_t* greedy, c
       greedy_(greedy),
       draw_(draw),
       threads_(model.team.size()),
-      one_token_rows_(batch.rows == batch.tokens) {
+      one_token_rows_(has_one_token_rows(batch)) {
     // Not with post norms: there a norm also changes the residual stream, which only one thread may do.
     private_rows_ = batch.tokens <= kPrivateRows && !config_.post_norms;
 }
@@ -171,6 +179,7 @@ void Step::multiply(int thread, const Linear& weight, const Input& input, int ro
     if (prepares && !private_rows_)
         each_row(thread, rows, [&](int row) { prepare_row(thread, row, input, integer_k); });
     if (!model_.phases.begin(thread, gemm_items(weight, rows))) return;
+    // A thread that comes late may read what others change already: it finds no item left, and uses nothing of it.
     if (prepares && private_rows_)
         for (int row = 0; row < rows; ++row) prepare_row(thread, row, input, integer_k);
     Best* best = best_ + static_cast<size_t>(thread) * batch_.logit_rows;
