@@ -37,10 +37,12 @@ _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC,
 
 def serve_command(argv: Sequence[str], *, prog: str = "nanoserve serve") -> int:
     """Starts a server and stays until it ends; returns the exit code (`nanoserve.cli.EXIT_CODES`)."""
-    from nanoserve.cli import load_config
+    from nanoserve.cli import load_config, unused_variables
     from nanoserve.errors import NanoserveError
     from nanoserve.supervisor import serve
 
+    for line in unused_variables(os.environ):
+        sys.stderr.write(f"nanoserve: {line}\n")
     try:
         return serve(load_config(argv, os.environ, prog=prog))
     except NanoserveError as error:

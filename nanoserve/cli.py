@@ -37,6 +37,8 @@ exit codes:
 """ + "\n".join(f"  {code:<3} {meaning}" for code, meaning in EXIT_CODES.items())
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)", re.IGNORECASE)
+_PREFIX = "NANOSERVE_"
+_CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -56,7 +58,7 @@ class Option:
 
     @property
     def variable(self) -> str:
-        return "NANOSERVE_" + self.name.upper()
+        return _PREFIX + self.name.upper()
 
     @property
     def names(self) -> list[str]:
@@ -139,9 +141,9 @@ def _whole_number(value: Any, *, size: bool) -> int:
         raise ValueError(f"{value!r} is not a whole number") from None
 
 
-def _meant(word: str, names: Sequence[str]) -> str:
+def _meant(word: str, names: Sequence[str], prefix: str = "") -> str:
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
+    return f" (did you mean {prefix}{close[0]}?)" if close else ""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -229,6 +231,20 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
+def unused_variables(environ: Mapping[str, str]) -> list[str]:
+    """A line for each variable that looks like an option's and is none: misspelt, perhaps.
+
+    Not for those that Kubernetes makes for a service called "nanoserve", or "nanoserve-" and more.
+    """
+    known = [item.name.upper() for item in options()] + [_CONFIG_VARIABLE.removeprefix(_PREFIX)]
+    others = sorted({name.removeprefix(_PREFIX) for name in environ if name.startswith(_PREFIX)} - {*known})
+    return [
+        f"{_PREFIX}{name} names no option and is not used{_meant(name, known, _PREFIX)}"
+        for name in others
+        if not re.search(r"(^|_)(SERVICE_(HOST|PORT)(_|$)|PORT_\d+_(TCP|UDP)|PORT$)", name)
+    ]
+
+
 def _from_file(path: Path) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -283,7 +299,7 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = 
     """
     flags, known = _from_flags(argv, prog)
     variables = _from_environment(environ)
-    file = known.config or environ.get("NANOSERVE_CONFIG")
+    file = known.config or environ.get(_CONFIG_VARIABLE)
     config = _build({**(_from_file(Path(file)) if file else {}), **variables, **flags})
     check_config(config)
     if known.print_config:

@@ -117,8 +117,8 @@ class SchedulerConfig:
     prefix_cache: bool = option(True, "reuse the KV blocks of equal prompt beginnings")
     speculative_num_tokens: int = option(
         -1, "most tokens that a step drafts for one answer, from what followed in earlier text, while at most three "
-        "stream (more where contexts are long) and drafts prove right; answers stay the same; 0: off; -1: 4 on a CPU, "
-        "else off",
+        "answers are in work (more where contexts are long) and drafts prove right; answers stay the same; 0: off; "
+        "-1: 4 on a CPU, else off",
         aliases=("num-speculative-tokens", "speculative-num-draft-tokens"),
     )  # fmt: skip
     speculative_ngram_min: int = option(

@@ -13,6 +13,13 @@ def program(name: str) -> str:
     return command if sys.argv[0] == command else f"python -m nanoserve.bench.{name.replace('-', '_')}"
 
 
+def positive(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
 class _Parser(argparse.ArgumentParser):
     """Says each option's default, as the server's own --help does, and a mistake in one line."""
 

@@ -7,6 +7,7 @@ prompts (pieces of the text): share of tokens before the first that differs from
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 
@@ -86,6 +87,13 @@ def _report(name: str, logits: torch.Tensor, exact: torch.Tensor, ids: list[int]
     sys.stdout.flush()
 
 
+def _at_least_two(text: str) -> int:
+    """An argparse type: a token's loss is told by the one before it."""
+    if bench.positive(text) < 2:
+        raise argparse.ArgumentTypeError("a text of one token has no next one to compare")
+    return int(text)
+
+
 def main() -> None:
     parser = bench.parser("accuracy", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
@@ -97,9 +105,9 @@ def main() -> None:
         metavar="NAME",
         help=f"{', '.join((*TORCH, *QUANTIZATIONS))}; {HELP}",
     )
-    parser.add_argument("--tokens", type=int, default=480, help="length of the text")
-    parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--answer", type=int, default=16, help="tokens of each greedy answer")
+    parser.add_argument("--tokens", type=_at_least_two, default=480, help="length of the text")
+    parser.add_argument("--prompts", type=bench.positive, default=50)
+    parser.add_argument("--answer", type=bench.positive, default=16, help="tokens of each greedy answer")
     args = parser.parse_args()
     config = ServerConfig()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, model=args.model))

@@ -2,8 +2,8 @@
 
 Two engines in one process, with drafts and without, answer the same prompts in turns, so that a machine that changes
 from minute to minute meets both alike; each turn's ratio is of two runs side by side. The answers must be equal, which
-is checked in every round. Cases: `copy` (the text stands in the prompt once and begins again), `text` (a story goes on,
-greedy and sampled), `random` (random ids, where nothing can be looked up). Medians with the range over the rounds.
+is checked in every round. Cases: `copy` (the text stands in the prompt once and begins again), `text` (a story goes
+on), `random` (random ids, where nothing can be looked up), greedy or sampled. Medians with the range over the rounds.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def random_prompt(llm: LLM, random: Random) -> list[int]:
 
 
 CASES: dict[str, Case] = {
-    "copy, greedy": (copy_prompt, 0.0),
-    "text, greedy": (text_prompt, 0.0),
-    "text, sampled": (text_prompt, 0.8),
-    "random, greedy": (random_prompt, 0.0),
-    "random, sampled": (random_prompt, 1.0),
+    "copy-greedy": (copy_prompt, 0.0),
+    "text-greedy": (text_prompt, 0.0),
+    "text-sampled": (text_prompt, 0.8),
+    "random-greedy": (random_prompt, 0.0),
+    "random-sampled": (random_prompt, 1.0),
 }
 
 

@@ -6,6 +6,7 @@ with several --quantization values the rounds are interleaved. Medians with the 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import os
@@ -21,12 +22,13 @@ from nanoserve import bench
 from nanoserve.bench.variants import HELP, QUANTIZATIONS, variant
 from nanoserve.config import ServerConfig
 from nanoserve.hub.cache import cache_root
-from nanoserve.hub.model_files import read_model_files
+from nanoserve.hub.model_files import ModelFiles, read_model_files
 from nanoserve.hub.resolve import prepare
 from nanoserve.runner.backend import ForwardBatch
 from nanoserve.runner.kv_cache import choose_kv_dtype
 from nanoserve.runner.loader import load_weights
 from nanoserve.runner.models import read_model_spec
+from nanoserve.runner.models.spec import ModelSpec
 from nanoserve.runner.native.backend import NativeBackend, NativeOptions
 from nanoserve.runner.native.memory import allocate
 from nanoserve.runner.native.open import open_native
@@ -61,12 +63,8 @@ def prefill_batch(rng: np.random.Generator, vocab: int, tokens: int) -> ForwardB
     )
 
 
-def _open(model: str, quantization: str, threads: int) -> NativeBackend:
-    quantization, _, kv_dtype = quantization.partition(":")
-    config = ServerConfig()
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, model=model))
-    files = read_model_files(prepare(config, lambda stage, part: None))
-    spec = read_model_spec(files.config)
+def _open(config: ServerConfig, files: ModelFiles, spec: ModelSpec, name: str, threads: int) -> NativeBackend:
+    quantization, _, kv_dtype = name.partition(":")
     options = NativeOptions(
         threads=threads,
         quantization=quantization,
@@ -93,25 +91,43 @@ def _times(run: Callable[[], object], seconds: float, clock: Callable[[], float]
     return times
 
 
+def _shape(text: str) -> str:
+    """An argparse type."""
+    rows, _, context = text.partition("x")
+    try:
+        bench.positive(rows), bench.positive(context)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxCONTEXT, such as 8x256") from None
+    return text
+
+
 def main() -> None:
     parser = bench.parser("steps", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     names = f"{', '.join(QUANTIZATIONS)}; {HELP}"
     parser.add_argument("--quantization", nargs="+", type=variant(), default=["auto"], metavar="NAME", help=names)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--decode", nargs="*", default=["1x256", "8x256", "32x256", "64x256"], help="ROWSxCONTEXT")
-    parser.add_argument("--prefill", nargs="*", type=int, default=[512], help="tokens")
-    parser.add_argument("--rounds", type=int, default=3)
+    usual = ["1x256", "8x256", "32x256", "64x256"]
+    parser.add_argument("--decode", nargs="*", type=_shape, default=usual, metavar="ROWSxCONTEXT")
+    parser.add_argument("--prefill", nargs="*", type=bench.positive, default=[512], metavar="TOKENS")
+    parser.add_argument("--rounds", type=bench.positive, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="per measurement")
     parser.add_argument(
         "--cpu-time", action="store_true", help="the calling thread's CPU time (with --threads 1, on a busy machine)"
     )
     args = parser.parse_args()
     clock = time.thread_time if args.cpu_time else time.perf_counter
-    backends = {name: _open(args.model, name, args.threads) for name in args.quantization}
+    shapes = [(int(rows), int(context)) for rows, context in (item.split("x") for item in args.decode)]
+    config = ServerConfig()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, model=args.model))
+    files = read_model_files(prepare(config, lambda stage, part: None))
+    spec = read_model_spec(files.config)
+    longest = max([context for _, context in shapes] + args.prefill, default=0)
+    if not 0 < longest <= spec.max_position:
+        parser.error(f"contexts are 1 to {spec.max_position} tokens of this model, not {longest}")
+    backends = {name: _open(config, files, spec, name, args.threads) for name in args.quantization}
     vocab = next(iter(backends.values())).vocab_size
     rng = np.random.default_rng(0)
-    shapes = [tuple(map(int, item.split("x"))) for item in args.decode]
     cases = {f"decode {r} x {c}": (r, decode_batch(rng, vocab, r, c)) for r, c in shapes}
     cases |= {f"prefill {count}": (count, prefill_batch(rng, vocab, count)) for count in args.prefill}
     probe = allocate(_PROBE_BYTES)

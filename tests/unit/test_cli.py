@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nanoserve import cli
 from nanoserve.__main__ import serve_command
-from nanoserve.cli import build_parser, dump_config, load_config, options, parse_size
+from nanoserve.cli import build_parser, dump_config, load_config, options, parse_size, unused_variables
 from nanoserve.config import ServerConfig
 from nanoserve.errors import ConfigError
 
@@ -192,6 +192,21 @@ def test_a_system_without_descriptors_is_one_line(
 
 def test_a_kubernetes_service_called_nanoserve_does_no_harm() -> None:
     assert load_config([], {"NANOSERVE_PORT": "tcp://10.0.0.1:8000"}) == ServerConfig()
+
+
+def test_a_misspelt_variable_is_told_and_one_of_kubernetes_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service = ("NANOSERVE_SERVICE_HOST", "NANOSERVE_SERVICE_PORT_HTTP", "NANOSERVE_PORT_8_TCP_ADDR", "NANOSERVE_A_PORT")
+    used = ("NANOSERVE_MAX_NUM_SEQS", "NANOSERVE_CONFIG", "HOME")
+    assert unused_variables(dict.fromkeys(service + used, "1")) == []
+    monkeypatch.setattr("os.environ", {"NANOSERVE_MAX_NUM_SEQZ": "3", "NANOSERVE_XYZ": ""})
+    with pytest.raises(SystemExit):
+        serve_command(["--print-config"])
+    assert capsys.readouterr().err.splitlines() == [
+        "nanoserve: NANOSERVE_MAX_NUM_SEQZ names no option and is not used (did you mean NANOSERVE_MAX_NUM_SEQS?)",
+        "nanoserve: NANOSERVE_XYZ names no option and is not used",
+    ]
 
 
 def test_empty_file_and_null_values_are_defaults(tmp_path: Path) -> None:
