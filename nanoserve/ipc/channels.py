@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 _READABLE = int(zmq.POLLIN)
 _MOST_AT_ONCE = 64  # messages that a listener gets in one turn of its loop
 LOOK_S = 1.0  # between two looks at a receiver's socket file
+RECONNECT_MS = 10  # between a sender's tries; ZMQ's 100 would be most of what a killed detokenizer's streams wait
 
 
 def _no_limits(socket: zmq.Socket[Any]) -> None:
@@ -68,6 +69,7 @@ class Outbox:
         self._socket = context.socket(zmq.PUSH)
         _no_limits(self._socket)
         self._socket.setsockopt(zmq.LINGER, linger_ms)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.connect(endpoint)
         self._encoder = msgspec.msgpack.Encoder()
         self._endpoint = endpoint

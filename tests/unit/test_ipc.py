@@ -14,8 +14,9 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from zmq.utils.monitor import recv_monitor_message
 
-from nanoserve.ipc.channels import AsyncInbox, Inbox, Outbox
+from nanoserve.ipc.channels import RECONNECT_MS, AsyncInbox, Inbox, Outbox
 from nanoserve.ipc.columns import pack_ids, unpack_ids
 from nanoserve.ipc.endpoints import create_run_dir, remove_run_dir
 from nanoserve.ipc.ids import RequestIdAllocator, api_incarnation, api_index
@@ -94,6 +95,21 @@ def test_messages_sent_before_the_receiver_exists_arrive_in_order(tmp_path: Path
     assert received == [AbortRequest(request_ids=[1, 2], cause=AbortCause.CLIENT_GONE), Release(request_ids=[3])]
     outbox.close()
     inbox.close()
+    context.term()
+
+
+def test_a_sender_looks_often_for_a_receiver_that_is_not_there_yet(tmp_path: Path) -> None:
+    """It is what streams wait for once a killed process is back. Told by ZMQ's own word of when it tries again."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    outbox = Outbox(context, f"ipc://{tmp_path}/x.sock")
+    monitor = outbox._socket.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
+    waits = []
+    for _ in range(5):
+        assert monitor.poll(5000)
+        waits.append(recv_monitor_message(monitor)["value"])  # ms
+    assert max(waits) <= 2 * RECONNECT_MS  # ZMQ spreads them, up to twice what it is told
+    monitor.close()
+    outbox.close()
     context.term()
 
 
