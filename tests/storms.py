@@ -171,6 +171,7 @@ def storm(random: Random, *, vocab_size: int, block_size: int, scale: int = 1) -
         "max_num_batched_tokens": random.randint(3, 24) * scale,
         "prompt_tokens_per_stream": random.choice([0, 1, 3]),
         "base_prompt_tokens": random.randint(1, 6) * scale,
+        "prompt_context_cost": random.choice([0.0, 0.01, 1.0]),
         "max_model_len": context_len,
         "num_blocks": -(-context_len // block_size) + random.randint(0, 40 * scale // block_size),
         "block_size": block_size,

@@ -25,6 +25,7 @@ from nanoserve.ipc.endpoints import Endpoints
 from nanoserve.ipc.link import ProcessLink, Watchdog
 from nanoserve.ipc.messages import EngineFacts, EngineInbox, TokenBatch
 from nanoserve.sched.admission import SchedulerLimits
+from nanoserve.sched.budget import prompt_context_cost
 from nanoserve.sched.drafts import context_cost
 from nanoserve.sched.plan import Executor, StepPlan, StepResult
 from nanoserve.sched.scheduler import Scheduler
@@ -194,6 +195,7 @@ def scheduler_limits(config: SchedulerConfig, facts: EngineFacts) -> SchedulerLi
         policy=config.scheduling_policy,
         prefix_cache=config.prefix_cache,
         prompt_tokens_per_stream=config.prompt_tokens_per_stream or _prompt_tokens_per_stream(facts),
+        prompt_context_cost=prompt_context_cost(facts.context_bytes, facts.num_parameters),
         num_draft_tokens=_num_draft_tokens(facts) if drafts < 0 else drafts,
         shortest_match=config.speculative_ngram_min,
         context_cost=context_cost(facts.context_bytes, facts.num_parameters),

@@ -196,7 +196,8 @@ class Scheduler:
         for request in list(self._running.values()):
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for one before it
-            num_tokens = budget.grant(len(request.token_ids) - request.num_computed_tokens)
+            start = request.num_computed_tokens
+            num_tokens = budget.grant(len(request.token_ids) - start, start)
             if num_tokens == 0:
                 continue
             while (new_block_ids := self.tables.grow(request, num_tokens)) is None:
@@ -205,7 +206,7 @@ class Scheduler:
                     break  # it was the last in line itself
             else:
                 plan.rows.append(_plan_row(request, num_tokens, new_block_ids))
-                budget.take(num_tokens)
+                budget.take(plan.rows[-1])
 
     def _schedule_waiting(self, plan: StepPlan, budget: StepBudget, now_ns: int) -> None:
         keys_in_step = self._keys_in_step(plan)
@@ -233,17 +234,16 @@ class Scheduler:
             del self._waiting[index]
             seats.take(request)
             plan.new_requests.append(self._start(request, now_ns))
-            num_tokens = min(num_tokens, request.num_tokens - request.num_computed_tokens)
+            start = request.num_computed_tokens
+            num_tokens = budget.grant(min(num_tokens, request.num_tokens - start), start)
             plan.rows.append(_plan_row(request, num_tokens, list(request.block_ids)))
             keys_in_step.update(self.tables.keys_in_step(request, num_tokens))
-            budget.take(num_tokens)
+            budget.take(plan.rows[-1])
 
     def _keys_in_step(self, plan: StepPlan) -> set[BlockKey]:
         """Keys of the blocks that the rows planned so far fill."""
-        keys: set[BlockKey] = set()
-        for row in plan.rows:
-            keys.update(self.tables.keys_in_step(self._running[row.request_id], row.num_tokens))
-        return keys
+        rows = [(self._running[row.request_id], row.num_tokens) for row in plan.rows]
+        return {key for request, num_tokens in rows for key in self.tables.keys_in_step(request, num_tokens)}
 
     def _start(self, request: Request, now_ns: int) -> NewRequest:
         request.status = RequestStatus.RUNNING
@@ -266,8 +266,8 @@ class Scheduler:
             suppressed_ids(sampling, self._eos_token_ids),
         )
 
-    def _preempt(self, request: Request, plan: StepPlan) -> int:
-        """Sends a running request back to wait. Returns the tokens that its row, if planned, gives back."""
+    def _preempt(self, request: Request, plan: StepPlan) -> list[PlanRow]:
+        """Sends a running request back to wait. Returns its row, if it was planned: it is planned no more."""
         del self._running[request.request_id]
         self.tables.close(request)
         request.num_preemptions += 1
@@ -278,9 +278,9 @@ class Scheduler:
         self._forget_in_executor(request)
         insort(self._waiting, request, key=self._policy)
         self.counters.preemptions += 1
-        given_back = sum(row.num_tokens for row in plan.rows if row.request_id == request.request_id)
+        dropped = [row for row in plan.rows if row.request_id == request.request_id]
         plan.rows = [row for row in plan.rows if row.request_id != request.request_id]
-        return given_back
+        return dropped
 
     def _land(self, plan: StepPlan) -> list[tuple[PlanRow, Request]]:
         """The step has ended: its rows with their requests; blocks of those that ended meanwhile are free now."""

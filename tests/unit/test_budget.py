@@ -7,7 +7,8 @@ import pytest
 from nanoserve.config import SchedulerConfig
 from nanoserve.engine.process import scheduler_limits
 from nanoserve.ipc.messages import EngineFacts
-from nanoserve.sched.plan import StepPlan
+from nanoserve.sched.budget import StepBudget
+from nanoserve.sched.plan import PlanRow, StepPlan
 from nanoserve.sched.scheduler import Scheduler
 from tests.factories import make_request, make_scheduler, run_step
 from tests.fakes import FakeExecutor
@@ -66,6 +67,52 @@ def test_a_burst_takes_whole_steps_while_it_is_as_large_as_the_streams(
         add(scheduler, request_id, 40, max_tokens=100)
     steps = steps_until_first_token(scheduler, executor, 89 + num_starting)
     assert steps[:2] == [(3, first), (3 + (first == 40), second)]
+
+
+def test_tokens_far_back_in_a_prompt_count_for_more() -> None:
+    """By a 32nd for each token before them here, and never for more than four."""
+    scheduler, executor = make_bounded(6, prompt_context_cost=1 / 32)
+    add(scheduler, 99, 80)
+    pieces = [piece for _, piece in steps_until_first_token(scheduler, executor, 99)]
+    starts = [sum(pieces[:index]) for index in range(len(pieces))]
+    costs = [min(1 + start / 32, 4) for start in starts]
+    assert pieces[:-1] == [int(17 / cost) for cost in costs[:-1]] and sum(pieces) == 80
+    assert pieces[:4] == [17, 11, 9, 7]
+    scheduler, executor = make_bounded(2, prompt_context_cost=1.0)
+    add(scheduler, 99, 21)
+    assert [piece for _, piece in steps_until_first_token(scheduler, executor, 99)] == [9, *[2] * 6]
+
+
+def test_what_is_left_over_by_a_dear_token_begins_no_other_prompt() -> None:
+    scheduler, executor = make_bounded(6, prompt_context_cost=1.0)
+    add(scheduler, 98, 40, max_tokens=100)
+    add(scheduler, 99, 40, max_tokens=100)
+    run_step(scheduler, executor)
+    for _ in range(3):
+        run_step(scheduler, executor)
+        rows = {row.request_id: row.num_tokens for row in executor.plans[-1].rows}
+        assert rows[98] == 4 and 99 not in rows  # 19 of its share, and 4 for each
+
+
+def test_nobody_decodes_then_dear_tokens_are_computed_all_at_once() -> None:
+    scheduler, executor = make_bounded(0, prompt_context_cost=1.0, max_num_batched_tokens=30)
+    add(scheduler, 99, 60)
+    assert steps_until_first_token(scheduler, executor, 99) == [(0, 30), (0, 30)]
+
+
+def test_a_preempted_row_gives_back_what_it_took() -> None:
+    budget = StepBudget(100, 40, context_cost=0.1)
+    row = PlanRow(1, 10, 6, [], False)
+    budget.take(row)
+    assert (budget.total, budget.prompts) == (94, 28)
+    budget.give_back([row])
+    assert (budget.total, budget.prompts) == (100, 40)
+
+
+def test_what_a_token_of_context_costs_a_prompt() -> None:
+    facts = EngineFacts(100, 100, 10, 16, device="cpu", num_parameters=1000, context_bytes=4)
+    assert scheduler_limits(SchedulerConfig(), facts).prompt_context_cost == 0.01
+    assert scheduler_limits(SchedulerConfig(), EngineFacts(100, 100, 10, 16)).prompt_context_cost == 0.0
 
 
 def test_who_waits_for_a_seat_is_no_reason_for_long_steps() -> None:

@@ -49,6 +49,7 @@ limit_choices = st.fixed_dictionaries(
         "max_num_batched_tokens": st.integers(2, 24),
         "prompt_tokens_per_stream": st.sampled_from([0, 0, 1, 3]),
         "base_prompt_tokens": st.integers(1, 6),
+        "prompt_context_cost": st.sampled_from([0.0, 0.05, 1.0]),
         "max_num_queued": st.sampled_from([100, 100, 2]),
         "max_model_len": st.integers(8, 40),
         "num_blocks": st.integers(4, 16),
