@@ -104,7 +104,7 @@ class SchedulerConfig:
     )
     prompt_tokens_per_stream: int = option(
         0, "most prompt tokens in a step for each stream that decodes in it and each request that waits for its first "
-        "token, beside 40 (fewer far back in a long prompt, unbound while as many wait as decode); 0: 2 on a CPU, "
+        "token, beside 32 (fewer far back in a long prompt, unbound while as many wait as decode); 0: 2 on a CPU, "
         "unbound on a GPU",
     )  # fmt: skip
     max_num_queued: int = option(

@@ -25,7 +25,7 @@ class SchedulerLimits:
     policy: str = "fcfs"
     prefix_cache: bool = True
     prompt_tokens_per_stream: int = 0  # of a step that streams are in, see `sched.budget`; 0: no bound
-    base_prompt_tokens: int = 40  # of such a step, beside those per stream
+    base_prompt_tokens: int = 32  # of such a step, beside those per stream
     prompt_context_cost: float = 0.0  # of such tokens per token of context, see `sched.budget`
     num_draft_tokens: int = 0  # most drafts in a row; 0: no speculation
     shortest_match: int = 3  # ids that must have stood before, so that what followed them is a draft
